@@ -38,14 +38,10 @@ def check_sampled(
             hint="the engine must stop at sampling.max_tokens, and needs room for a token behind the longest "
             "prompt: see data.max_prompt_length and data.max_response_length",
         )
-    if request.sampling.is_truncated and not _has_kept_sets(response, not request.sampling.keeps_likely):
-        raise UserError(
-            "a response whose tokens are not in the sets that they were drawn from",
-            source=source,
-            expected="Sampled.kept with a set for each token, which has the token",
-            hint="an engine of your own must return these sets (engines/truncation.py makes them); otherwise set "
-            "rollout.top_p=1.0, top_k=-1, min_p=0 and min_tokens=0",
-        )
+    if request.sampling.is_truncated:
+        from megatron_rl.engines.truncation import check_kept_sets
+
+        check_kept_sets(response, not request.sampling.keeps_likely, source)
     _check_values(response, vocab_size, source)
     if route_shape is not None and not _has_routes(response, route_shape):
         layers, choices, dtype = route_shape.layers, route_shape.choices, route_shape.dtype.__name__
@@ -93,13 +89,3 @@ def _has_routes(response: Sampled, shape: RouteShape) -> bool:
         return False
     is_unknown = routes == np.iinfo(shape.dtype).max
     return len(routes) > len(response.tokens) and bool(((routes < shape.experts) | is_unknown).all())
-
-
-def _has_kept_sets(response: Sampled, has_whole: bool) -> bool:
-    kept = response.kept
-    if kept is None or len(kept.counts) != len(response.tokens) or kept.counts.sum() != len(kept.ids):
-        return False
-    rows = np.repeat(np.arange(len(kept.counts)), kept.counts)
-    has_token = np.bincount(rows[kept.ids == response.tokens[rows]], minlength=len(kept.counts)) > 0
-    is_free = has_whole if response.inserted is None else has_whole | response.inserted
-    return bool((has_token | (is_free & (kept.counts == 0))).all())

@@ -10,26 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engines.sampling import SamplingConfig, StopStrings, Thoughts
+from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.extension.registry import ENGINES, RegisteredEngine, add_entry
-from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.types import KeptSets, RouteShape
-from megatron_rl.weights.adapters import AdapterShape
-from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.packed_experts import is_fused, join_matrices, name_matrix
-from megatron_rl.weights.shard_box import ShardBox
 
 if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch
     import torch
 
+    from megatron_rl.config.schema import RolloutConfig
+    from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.parallel.collectives import Process
+    from megatron_rl.parallel.layout import EngineRanks
+    from megatron_rl.types import KeptSets, RouteShape
+    from megatron_rl.weights.adapters import AdapterShape
+    from megatron_rl.weights.families import ModelShape
     from megatron_rl.weights.row_quantization import CodeFormat
+    from megatron_rl.weights.shard_box import ShardBox
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Sampled:
         num_cached: number of request tokens found in the prefix cache, if reported.
         routes: [n, layers, choices] experts of request and response tokens, if `EngineSpec.records_routes`; unknown for
             the last token, which is never fed.
-        inserted: [s] bool, true for tokens inserted by `engines.thinking` with log-prob 0 and no kept set, if any.
+        inserted: [s] bool, true for tokens inserted by `engines.wrappers` with log-prob 0 and no kept set, if any.
     """
 
     key: int
@@ -92,20 +91,6 @@ class Sampled:
     num_cached: int | None = None
     routes: np.ndarray | None = None
     inserted: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class Probed:
-    """A server's continuations of a fixed prompt.
-
-    Attributes:
-        prompt: [s] int32.
-        sampled: greedy, then at the rollout temperature.
-    """
-
-    prompt: np.ndarray
-    sampled: Sequence[Sampled]
-    temperatures: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -151,6 +136,9 @@ class EngineSpec:
     def find_place(self, rank: int) -> int:
         """Return the TP rank that a job rank has in its engine."""
         return (rank - (self.ranks.start if self.ranks else 0)) % self.config.tensor_model_parallel_size
+
+
+Probed = Sequence[tuple[Request, Sampled]]
 
 
 class AnyEngine(Protocol):
@@ -234,12 +222,16 @@ class ProbedEngine(Protocol):
     """An engine with inaccessible weights, such as a server."""
 
     def probe(self) -> Probed | None:
-        """Continue a fixed prompt, so that the trainer can verify the weights; `None` on all but the first rank."""
+        """Continue a fixed prompt, so that the trainer can verify the weights; `None` on all but the first rank.
+
+        Returns:
+            Requests and responses: greedy, then at the rollout temperature.
+        """
         ...
 
 
 class ClosedBatches(AnyEngine, EngineWeights, Protocol):
-    """The smallest interface of a user's engine: it answers whole batches, formed by `engines.build.OneTurn`."""
+    """The smallest interface of a user's engine: it answers whole batches, formed by `engines.wrappers.OneTurn`."""
 
     def generate(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig) -> list[Sampled]:
         """Return one response per prompt, in order, equal on every rank."""
@@ -251,39 +243,6 @@ class SteppedEngine(RolloutEngine, EngineWeights, Protocol):
 
 
 EngineMaker = Callable[[EngineSpec], SteppedEngine | ClosedBatches]
-
-
-class WaitingRequests:
-    """A queue with the request methods of a `RolloutEngine` except `step`."""
-
-    def __init__(self) -> None:
-        self._waiting: list[Request] = []
-
-    def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests."""
-        self._waiting += requests
-
-    def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Remove requests and return empty responses for them."""
-        asked, nothing = set(keys), (np.empty(0, np.int32), np.empty(0, np.float32))
-        removed = [request for request in self._waiting if request.key in asked]
-        self._waiting = [request for request in self._waiting if request.key not in asked]
-        return [Sampled(request.key, *nothing, "interrupted") for request in removed]
-
-    def has_requests(self) -> bool:
-        """Return whether a request waits."""
-        return bool(self._waiting)
-
-    def tokens_in_flight(self) -> int:
-        """Return 0: nothing runs between two steps."""
-        return 0
-
-    def take_batch(self, size: int | None = None) -> list[Request]:
-        """Dequeue the leading requests that have equal sampling settings, at most `size`."""
-        first = self._waiting[:size]
-        batch = list(takewhile(lambda request: request.sampling == first[0].sampling, first))
-        del self._waiting[: len(batch)]
-        return batch
 
 
 def register_rollout_engine(name: str, supports: Collection[str] = ()) -> Callable[[EngineMaker], EngineMaker]:
@@ -311,9 +270,13 @@ def share_params(params: Mapping[str, torch.Tensor], shareable: Mapping[str, tor
     """
     shared: set[str] = set()
     for name, param in params.items():
-        names = [name_matrix(name, expert) for expert in range(len(param))] if is_fused(name, param) else [name]
-        found = [shareable.get(view) for view in names]
-        mine = join_matrices(found) if is_fused(name, param) else found[0]
+        names, mine = [name], shareable.get(name)
+        if ".experts." in name:
+            from megatron_rl.weights.packed_experts import is_fused, join_matrices, name_matrix
+
+            if is_fused(name, param):
+                names = [name_matrix(name, expert) for expert in range(len(param))]
+                mine = join_matrices([shareable.get(view) for view in names])
         if mine is not None and (mine.shape, mine.dtype, mine.device) == (param.shape, param.dtype, param.device):
             param.data = mine
             shared.update(names)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from megatron_rl.engines.protocol import Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.vocab_parallel import OUTSIDE
-from megatron_rl.types import KeptSets
+from megatron_rl.types import KeptSets, UserError
 
 
 def truncate(
@@ -54,6 +56,33 @@ def truncate(
         left = torch.where(is_early[:, None], left, scaled)
     counts = keep.sum(-1, dtype=torch.int32)
     return left, KeptSets(ids[keep].int().cpu().numpy(), counts.cpu().numpy())
+
+
+def check_kept_sets(response: Sampled, has_whole: bool, source: str) -> None:
+    """Refuse a response whose tokens are not in the sets that they were drawn from (UserError).
+
+    Args:
+        has_whole: an empty set stands for the whole vocabulary.
+        source: engine and request, for the error.
+    """
+    if not _has_kept_sets(response, has_whole):
+        raise UserError(
+            "a response whose tokens are not in the sets that they were drawn from",
+            source=source,
+            expected="Sampled.kept with a set for each token, which has the token",
+            hint="an engine of your own must return these sets (engines/truncation.py makes them); otherwise set "
+            "rollout.top_p=1.0, top_k=-1, min_p=0 and min_tokens=0",
+        )
+
+
+def _has_kept_sets(response: Sampled, has_whole: bool) -> bool:
+    kept = response.kept
+    if kept is None or len(kept.counts) != len(response.tokens) or kept.counts.sum() != len(kept.ids):
+        return False
+    rows = np.repeat(np.arange(len(kept.counts)), kept.counts)
+    has_token = np.bincount(rows[kept.ids == response.tokens[rows]], minlength=len(kept.counts)) > 0
+    is_free = has_whole if response.inserted is None else has_whole | response.inserted
+    return bool((has_token | (is_free & (kept.counts == 0))).all())
 
 
 def add_gumbel_noise(scaled: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:

@@ -153,7 +153,7 @@ ENGINES: dict[str, RegisteredEngine] = {
     "vllm_server": RegisteredEngine(
         Deferred("megatron_rl.engines.servers.served", "ServedEngine"),
         _STARTED | _VLLM | {"this_python"},
-        check_model=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_server"),
+        check_model=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_installed"),
     ),
     "openai": RegisteredEngine(Deferred("megatron_rl.engines.servers.served", "ServedEngine"), _SERVER),
     "sglang": RegisteredEngine(Deferred("megatron_rl.engines.servers.served", "ServedEngine"), _STARTED),

@@ -30,7 +30,6 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import PromptSet, SftSet, choose_teachers, load_prompts, load_sft_examples, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
-from megatron_rl.engines.protocol import EngineMaker, StopStrings, Thoughts
 from megatron_rl.extension.registry import ENGINES, RegisteredEngine, enter_object, name_of
 from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan, check_truths
 from megatron_rl.rewards.scoring import RewardFunction, check_reward_function, file_of
@@ -38,6 +37,8 @@ from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_mode
 from megatron_rl.types import Rollout, UserError
 
 if TYPE_CHECKING:  # a dry run imports no torch
+    from megatron_rl.engines.endings import StopStrings, Thoughts
+    from megatron_rl.engines.protocol import EngineMaker
     from megatron_rl.planning.cluster import Cluster
     from megatron_rl.training.setup import RoleSetup
 
@@ -225,7 +226,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     policy = roles["actor"].shape
     rollout, files = config.rollout, find_model_files(config.model.path)
     stop_token_ids = find_stop_tokens(tokenizer, files, policy.vocab_size, rollout.stop_token_ids)
-    check_stop_strings(rollout.stop, tokenizer)
+    stop = _read_stop(rollout.stop, tokenizer)
     train, validation, notes = read_prompts(config, tokenizer, reward_plan)
     for name in rollout.validation_sets:
         if name not in validation:
@@ -253,9 +254,19 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
         reward_plan=reward_plan,
         plan=plan,
         notes=idle + _NOT_READ + notes + noted,
-        stop=StopStrings(rollout.stop, tokenizer.decode) if rollout.stop else None,
+        stop=stop,
         thoughts=_read_thoughts(config, tokenizer),
     )
+
+
+def _read_stop(strings: Sequence[str], tokenizer: Tokenizer) -> StopStrings | None:
+    """Return a detector of stop strings, if there are any; UserError for one that never occurs in a response."""
+    if not strings:
+        return None
+    from megatron_rl.engines.endings import StopStrings
+
+    check_stop_strings(strings, tokenizer)
+    return StopStrings(strings, tokenizer.decode)
 
 
 def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
@@ -265,6 +276,8 @@ def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
     known = [budget for budget in (rollout.thinking_budget, *budgets) if budget is not None]
     if not known:
         return None
+    from megatron_rl.engines.endings import Thoughts
+
     thoughts = Thoughts(rollout.thinking_end, tokenizer)
     room = longest - len(thoughts.closing)
     if max(known) >= room:

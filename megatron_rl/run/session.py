@@ -17,7 +17,7 @@ import torch
 from megatron_rl.algorithms.kl import build_kl_controller
 from megatron_rl.config.placement import format_ranks
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.engines.modes import describe_modes
+from megatron_rl.engines.build import describe_engine
 from megatron_rl.models.gpt import choose_transformer_impl
 from megatron_rl.parallel.collectives import Process, gather_objects, init_distributed, memory_in_use, open_store, world
 from megatron_rl.planning.cluster import find_cluster, find_host
@@ -136,7 +136,7 @@ def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, de
         what = f", {config.model.dtype}, {impl} layers on {device}" if is_actor else ""
         if where or role.spec.name != "reference":
             yield f"{role.spec.title}: {role.layout.describe()}{where}{what}"
-    modes, engines = describe_modes(config.rollout, device), config.placement.ranks_of("rollout", plan.world_size)
+    modes, engines = describe_engine(config.rollout, device), config.placement.ranks_of("rollout", plan.world_size)
     yield (
         f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of "
         f"{'the actor, rank(s) ' if plan.engine_is_actor else 'tp='}{plan.engine_ranks}"

@@ -142,7 +142,7 @@ class Payload:
         num_bytes: received so far for this step.
         has_kept: any token of the step was drawn by truncated sampling; equal on every rank.
         route_shape: equal on every rank; `None` without routes.
-        has_episodes: whether unsampled tokens separate turns; otherwise `engines/thinking.py` inserted them.
+        has_episodes: whether unsampled tokens separate turns; otherwise `engines/wrappers.py` inserted them.
     """
 
     branches: Mapping[int, Branch]

@@ -54,14 +54,14 @@ class ProbedWeights:
         found = {rank: one for rank, one in enumerate(gather_objects(probed, self._group)) if one is not None}
         sampled = {rank: self._score_all(one) for rank, one in found.items()}
         for rank, scores in sampled.items():
-            self._compare(rank, found[rank].sampled, scores)
+            self._compare(rank, [one for _, one in found[rank]], scores)
 
     def _score_all(self, probed: Probed) -> list[np.ndarray]:
-        skip = [len(probed.prompt)]
-        return [
-            self._score([np.concatenate([probed.prompt, one.tokens])], skip, temperature or 1.0)[0]
-            for one, temperature in zip(probed.sampled, probed.temperatures, strict=True)
-        ]
+        scores = []
+        for request, one in probed:
+            sequence = np.concatenate([request.tokens, one.tokens])
+            scores += self._score([sequence], [len(request.tokens)], request.sampling.temperature or 1.0)
+        return scores
 
     def _compare(self, rank: int, sampled: Sequence[Sampled], scores: Sequence[np.ndarray]) -> None:
         for one, score in zip(sampled, scores, strict=True):

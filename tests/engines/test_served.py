@@ -123,7 +123,7 @@ def probe_with_and_without_cache(served: ServedEngine) -> list[list[tuple[list[i
 
     for ask in (keep_cache, server._ask):
         server._api.load(ask, served._directory, f"update {len(found)}")
-        found.append(to_lists([*server.probe().sampled]))
+        found.append(to_lists([one for _, one in server.probe()]))
     return found
 
 
@@ -188,7 +188,7 @@ def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
     draw_weights(served, engine, 2)
     result["ours"].append(to_lists(generate(engine, make_requests(HOT))))
     result["theirs"].append(to_lists(generate(served, make_requests(HOT))))
-    result["probe"] = [to_lists([*probed.sampled]) for probed in (served.probe(), served.probe()) if probed]
+    result["probe"] = [to_lists([one for _, one in probed]) for probed in (served.probe(), served.probe()) if probed]
     result["cache"] = probe_with_and_without_cache(served)
     settings = ServerConfig(
         endpoints=[server.title], directory=str(model / "served"), on_update=HOOK.format(url=server.title)

@@ -26,8 +26,9 @@ from aiohttp import web
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.sections import ServerConfig
+from megatron_rl.engines.endings import StopStrings
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
-from megatron_rl.engines.sampling import SamplingConfig, StopStrings
+from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.servers.served import ServedEngine
 from megatron_rl.engines.servers.server_apis import Ask
 from megatron_rl.engines.servers.server_client import ServerFailure, ServerProcess

@@ -21,7 +21,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from megatron_rl.engines.protocol import Request
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.truncation import truncate
-from megatron_rl.engines.vllm.vllm_recorders import KeptSetRecorder, list_extra_args
+from megatron_rl.engines.vllm.vllm_recorders import KeptSetRecorder, list_sampling_arguments
 from megatron_rl.parallel.vocab_parallel import OUTSIDE
 
 VOCAB_SIZE = 40
@@ -148,7 +148,7 @@ def test_the_last_set_of_a_place_counts() -> None:
     requests = {
         name: SimpleNamespace(
             sampling_params=SimpleNamespace(
-                extra_args=list_extra_args(name[0], Request(0, np.zeros(3, np.int32), 0, sampling))
+                **list_sampling_arguments(name[0], Request(0, np.zeros(3, np.int32), 0, sampling))
             )
         )
         for name, sampling in samplings.items()

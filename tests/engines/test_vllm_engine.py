@@ -20,8 +20,7 @@ import torch
 
 from megatron_rl.config.rollout_checks import REFUSED
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engines.build import build_engine
-from megatron_rl.engines.modes import describe_modes
+from megatron_rl.engines.build import build_engine, describe_engine
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.vllm.vllm_library import pack_experts, prepare_vllm, register_model
 from megatron_rl.engines.vllm.vllm_settings import (
@@ -195,9 +194,9 @@ def test_modes(settings: dict[str, Any], on_gpu: tuple[bool, bool, str], said: s
         arguments, environment = list_engine_arguments(spec), list_engine_environment(spec)
         found = arguments["enforce_eager"], arguments["async_scheduling"], environment["VLLM_USE_V2_MODEL_RUNNER"]
         assert found == expected
-    assert describe_modes(config, gpu) == said
-    assert describe_modes(config, torch.device("cpu")) == MODES[0][2] + ignored
-    assert describe_modes(replace(config, engine="hf"), gpu) == ""
+    assert describe_engine(config, gpu) == said
+    assert describe_engine(config, torch.device("cpu")) == MODES[0][2] + ignored
+    assert describe_engine(replace(config, engine="hf"), gpu) == ""
 
 
 def test_names_of_arguments_and_environment(vllm_imported: None) -> None:

@@ -7,6 +7,7 @@ Its log-probs are compared with transformers in tests/transfer/test_hybrid_engin
 from __future__ import annotations
 
 import random
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def build(model: Path, max_prompt_length: int, **rollout: Any) -> VllmEngine:
 
 def reload_experts(rank: int, world_size: int, model: Path) -> list[Any]:
     """Responses after the weights were written, and after vLLM's own loader has read the same ones, twice."""
+    import_module("megatron_rl.engines.vllm.vllm_worker")  # as in a server
     engine, prompts, shape = build(model, 64), make_prompts([9, 40]), load_model_shape(model)
     tensors = {box.param: torch.empty(box_shape(box.local_box)) for box in huggingface_placements(shape)}
     generator = torch.Generator().manual_seed(3)

@@ -37,10 +37,10 @@ from megatron_rl.checkpoint.saving import read_rng, restore_rng
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RolloutConfig, TrainedConfig
 from megatron_rl.config.sections import ServerConfig
-from megatron_rl.engines.modes import fit_to_device
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.servers import served
 from megatron_rl.engines.servers.server_apis import SglangServer, VllmServer
+from megatron_rl.engines.vllm.vllm_settings import fit_to_device
 from megatron_rl.models import attention_backends
 from megatron_rl.parallel.collectives import Process, current_device, init_distributed, memory_in_use
 from megatron_rl.parallel.random_streams import keep_random_streams

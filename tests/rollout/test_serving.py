@@ -20,10 +20,10 @@ import megatron_rl.parallel  # noqa: F401 (before megatron.core)
 from distributed import run_ranks
 from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engines.build import OneTurn
 from megatron_rl.engines.protocol import ClosedBatches, EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
+from megatron_rl.engines.wrappers import OneTurn
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import EngineRanks, ParallelLayout

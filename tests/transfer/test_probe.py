@@ -14,8 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.engines.build import AbsentEngine
-from megatron_rl.engines.protocol import Probed, Sampled
+from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.wrappers import AbsentEngine
 from megatron_rl.transfer.probe import ProbedWeights
 from megatron_rl.types import UserError
 
@@ -33,11 +34,15 @@ class Weights(AbsentEngine):
         """Load the given weights, or this server's version of them."""
         self.held = self._loads(self.given)
 
-    def probe(self) -> Probed | None:
+    def probe(self) -> list[tuple[Request, Sampled]] | None:
         """Return log-probs under the loaded weights."""
         logprobs = np.full(len(self.tokens), -1.0 - self.held, np.float32)
-        sampled = [Sampled(key, self.tokens, logprobs, "length") for key in (-1, -2)]
-        return Probed(np.arange(4, dtype=np.int32), sampled, (0.0, 0.5)) if self._rank == 0 else None
+        requests = [
+            Request(key, np.arange(4, dtype=np.int32), 1, SamplingConfig(temperature, 3, ()))
+            for key, temperature in enumerate((0.0, 0.5))
+        ]
+        responses = [(one, Sampled(one.key, self.tokens, logprobs, "length")) for one in requests]
+        return responses if self._rank == 0 else None
 
 
 def probed(weights: Weights, asked: list[Any] | None = None, dtype: str = "float32") -> ProbedWeights:

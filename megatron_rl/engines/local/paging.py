@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from megatron_rl.engines.protocol import Request, Sampled, WaitingRequests
-from megatron_rl.engines.sampling import StopStrings
+from megatron_rl.engines.endings import StopStrings
+from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.engines.wrappers import WaitingRequests
 from megatron_rl.types import KeptSets, RouteShape, UserError
 
 

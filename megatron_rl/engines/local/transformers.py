@@ -25,9 +25,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from megatron_rl.engines.protocol import EngineSpec, EngineWeights, Request, Sampled, WaitingRequests, share_params
-from megatron_rl.engines.sampling import StopStrings
+from megatron_rl.engines.endings import StopStrings
+from megatron_rl.engines.protocol import EngineSpec, EngineWeights, Request, Sampled, share_params
 from megatron_rl.engines.truncation import add_gumbel_noise, truncate
+from megatron_rl.engines.wrappers import WaitingRequests
 from megatron_rl.models.attention_backends import Segments, attend, build_segments
 from megatron_rl.parallel.batch_invariant import multiply
 from megatron_rl.parallel.random_streams import keep_random_streams

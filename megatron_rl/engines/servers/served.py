@@ -65,7 +65,7 @@ class ServedEngine(EngineWeights):
         if len(spec.ranks or range(spec.process.world_size)) == spec.process.world_size:
             align_group_names()  # otherwise done by all ranks before engines are built
         self._group = make_group(range(self._first, self._first + self._width), None) if self._width > 1 else None
-        self._running: dict[int, Request] = {}
+        self._running: set[int] = set()  # keys of requests
         self._directory = self._share(partial(_find_directory, spec, index))
         self._server = Server(spec, self._directory, index) if rank == self._first else None
         self._close = weakref.finalize(self, _close, self._server, self._directory)
@@ -127,19 +127,19 @@ class ServedEngine(EngineWeights):
 
     def add(self, requests: Sequence[Request]) -> None:
         """Send requests."""
-        self._running.update({request.key: request for request in requests})
+        self._running |= {request.key for request in requests}
         self._tell(lambda server: server.add(requests))
 
     def step(self) -> list[Sampled]:
         """Return responses that finish within a short wait."""
         finished = self._tell(Server.step)
-        for one in finished:
-            del self._running[one.key]
+        self._running -= {one.key for one in finished}
         return finished
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
         """Close the connections of requests, which ends their generation; return partial responses."""
-        known = [key for key in keys if self._running.pop(key, None) is not None]
+        known = [key for key in keys if key in self._running]
+        self._running -= {*known}
         return self._tell(lambda server: server.interrupt(known)) if known else []
 
     def has_requests(self) -> bool:
@@ -214,17 +214,13 @@ class Server:
         spec = self._spec
         length = min(_PROBE_PROMPT, spec.max_prompt_length + spec.max_response_length - _PROBE_RESPONSE)
         prompt = np.random.default_rng(0).integers(0, spec.shape.vocab_size, max(length, 1), dtype=np.int32)
-        temperatures = (0.0, spec.config.temperature)
-        self.add(
-            [
-                Request(i, prompt, 1, SamplingConfig(temperature, _PROBE_RESPONSE, ()))
-                for i, temperature in enumerate(temperatures)
-            ]
-        )
+        samplings = [SamplingConfig(t, _PROBE_RESPONSE, ()) for t in (0.0, spec.config.temperature)]
+        requests = [Request(key, prompt, 1, sampling) for key, sampling in enumerate(samplings)]
+        self.add(requests)
         found: dict[int, Sampled] = {}
         while self._running:
             found |= {one.key: one for one in self.step()}
-        return Probed(prompt, [found[key] for key in sorted(found)], temperatures)
+        return [(request, found[request.key]) for request in requests]
 
     def _try(self, action: Callable[[], T]) -> T:
         """Run an action; after a ServerFailure, reopen the server and repeat (UserError after too many)."""

@@ -21,7 +21,7 @@ import numpy as np
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.servers.server_client import ServerAnswer, ServerFailure
 from megatron_rl.engines.servers.server_key import KEY_VARIABLE
-from megatron_rl.engines.vllm.vllm_recorders import list_extra_args
+from megatron_rl.engines.vllm.vllm_recorders import list_sampling_arguments
 from megatron_rl.engines.vllm.vllm_settings import list_engine_arguments, list_engine_environment, records_kept_sets
 from megatron_rl.types import KeptSets, UserError
 
@@ -131,24 +131,15 @@ class VllmServer(ServerApi):
 
         The sets that tokens are drawn from are recorded under a new name, as an earlier attempt may still run.
         """
-        sampling, name = request.sampling, uuid.uuid4().hex
-        if sampling.is_truncated:
+        name = uuid.uuid4().hex
+        if request.sampling.is_truncated:
             self._truncated[request.key] = name, request
         return {
             "model": _NAME,
             "token_ids": request.tokens.tolist(),
             "stream": True,
             "stream_options": {"include_usage": True},
-            "sampling_params": {
-                "temperature": sampling.temperature,
-                "max_tokens": sampling.max_tokens,
-                "seed": request.seed,
-                "stop_token_ids": list(sampling.stop_token_ids),
-                "logprobs": 0,
-                "ignore_eos": True,
-                "detokenize": False,
-                "extra_args": list_extra_args(name, request),
-            },
+            "sampling_params": list_sampling_arguments(name, request),
         }
 
     def read(self, event: Any, answer: ServerAnswer) -> None:

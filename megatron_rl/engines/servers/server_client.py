@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 
+from megatron_rl.engines.endings import StopStrings
 from megatron_rl.engines.protocol import Request, Sampled
-from megatron_rl.engines.sampling import StopStrings
 from megatron_rl.types import KeptSets, UserError
 
 # torchrun's variables for a rank; a server that inherits them would act as that rank.

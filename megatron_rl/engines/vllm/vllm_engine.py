@@ -33,7 +33,7 @@ from megatron_rl.engines.vllm.vllm_library import (
     register_model,
     take_adapters,
 )
-from megatron_rl.engines.vllm.vllm_recorders import KeptSetRecorder, RouteRecorder, list_extra_args
+from megatron_rl.engines.vllm.vllm_recorders import KeptSetRecorder, RouteRecorder, list_sampling_arguments
 from megatron_rl.engines.vllm.vllm_settings import (
     check_cpu_limits,
     check_options,
@@ -64,7 +64,7 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec) -> None:
         assert dist.is_initialized(), "vLLM must join the job's process groups, not make its own"
         self._shape, self._tp_size = spec.shape, spec.config.tensor_model_parallel_size
-        self._place = spec.find_place
+        self.shard_key = spec.find_place  # TP rank of a job rank: ranks with equal ones have equal placement tables
         if spec.process.device.type == "cpu":
             check_cpu_limits(spec.shape, spec.config)
         vllm = prepare_vllm(spec.process.device)
@@ -86,9 +86,8 @@ class VllmEngine:
         self._keys: dict[str, int] = {}  # short vLLM name -> key
         self._can_sleep = spec.process.device.type == "cuda"
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
-        self.params: dict[str, torch.Tensor] = list_params(
-            worker.get_model(), spec.shape, self._place(spec.process.rank)
-        )
+        place = spec.find_place(spec.process.rank)
+        self.params: dict[str, torch.Tensor] = list_params(worker.get_model(), spec.shape, place)
         # Expert kernels that need another order have allocated tensors of their own.
         self.shared_params = frozenset(n for n in shared if self.params[n].data_ptr() == shareable[n].data_ptr())
         if spec.config.bitwise:
@@ -124,13 +123,9 @@ class VllmEngine:
         register_loader(lambda model: shared.update(share_params(dict(model.named_parameters()), shareable)))
         return shareable, shared
 
-    def shard_key(self, rank: int) -> int:
-        """Return an identifier of a rank's placement table, equal for ranks with equal tables."""
-        return self._place(rank)
-
     def placements(self, rank: int) -> Sequence[ShardBox]:
         """Return the placement table (the boxes of HF tensors) of any rank of the job."""
-        return vllm_placements(self._shape, tp_size=self._tp_size, tp_rank=self._place(rank))
+        return vllm_placements(self._shape, tp_size=self._tp_size, tp_rank=self.shard_key(rank))
 
     def begin_weight_update(self) -> None:
         """Reallocate parameters at the same addresses after a sleep."""
@@ -150,20 +145,8 @@ class VllmEngine:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Add requests, which start at the next step."""
-        params = [
-            self._sampling_params(
-                temperature=request.sampling.temperature,
-                max_tokens=request.sampling.max_tokens,
-                seed=request.seed,
-                stop_token_ids=list(request.sampling.stop_token_ids),
-                logprobs=0,
-                ignore_eos=True,
-                detokenize=False,
-                skip_clone=True,  # not shared with other requests
-                extra_args=list_extra_args(str(request.key), request),
-            )
-            for request in requests
-        ]
+        arguments = [list_sampling_arguments(str(request.key), request) for request in requests]
+        params = [self._sampling_params(skip_clone=True, **one) for one in arguments]  # not shared by requests
         with self._running():
             names = self._llm.enqueue(
                 [{"prompt_token_ids": request.tokens.tolist()} for request in requests],

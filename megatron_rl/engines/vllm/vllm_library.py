@@ -4,8 +4,7 @@
 * vLLM's shutdown does not destroy the job's process groups;
 * on CPU, linear layers keep their weight (oneDNN would leave an empty parameter);
 * on CPU, torch.distributed replaces vLLM's shared-memory collectives, which other or killed runs can break;
-* on CPU, vLLM does not bind the trainer's memory to one NUMA node;
-* on CPU, a server that reloads weights packs its fused experts again.
+* on CPU, vLLM does not bind the trainer's memory to one NUMA node.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -101,7 +99,6 @@ def prepare_vllm(device: torch.device) -> ModuleType:
         from vllm.model_executor.layers import utils
 
         import_module("vllm.v1.worker.cpu_worker")
-        _pack_reloaded_experts()
 
         def use_plain_linear(layer: Any, remove_weight: bool = False) -> None:
             layer.cpu_linear = F.linear
@@ -110,24 +107,6 @@ def prepare_vllm(device: torch.device) -> ModuleType:
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
         vars(torch.ops._C)["init_cpu_memory_env"] = lambda nodes: None
     return vllm
-
-
-def _pack_reloaded_experts() -> None:
-    """Patch vLLM to reorder fused experts for its CPU kernel at every weight load, not only at the first."""
-    methods = import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
-    method = methods.UnquantizedFusedMoEMethod
-    set_up = method._setup_kernel
-    if hasattr(set_up, "__wrapped__"):
-        return
-
-    @wraps(set_up)
-    def set_up_and_pack(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
-        is_first = self.moe_kernel is None
-        set_up(self, layer, w13, w2)
-        if not is_first:
-            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
-    method._setup_kernel = set_up_and_pack
 
 
 def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:

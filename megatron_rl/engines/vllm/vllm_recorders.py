@@ -25,16 +25,26 @@ from megatron_rl.types import KeptSets, RouteShape
 _KEY = "kept_sets"
 
 
-def list_extra_args(name: str, request: Request) -> dict[str, Any]:
-    """Return vLLM's `extra_args` for a request, or {} if sampling is not truncated.
+def list_sampling_arguments(name: str, request: Request) -> dict[str, Any]:
+    """Return the arguments of vLLM's `SamplingParams` for a request, in the engine and in a server alike.
 
-    They contain a name for the recorded sets, the position of the first response token, and the sampling limits.
+    If sampling is truncated, `extra_args` has `name` for the recorded sets, the position of the first response token,
+    and the sampling limits.
     """
-    cut = request.sampling
-    if not cut.is_truncated:
-        return {}
-    limits = cut.stop_token_ids, cut.top_p, cut.top_k, cut.min_p, cut.max_kept_tokens, cut.min_tokens
-    return {_KEY: [name, len(request.tokens) - request.num_sampled, *limits]}
+    cut, extra = request.sampling, {}
+    if cut.is_truncated:
+        limits = cut.stop_token_ids, cut.top_p, cut.top_k, cut.min_p, cut.max_kept_tokens, cut.min_tokens
+        extra = {_KEY: [name, len(request.tokens) - request.num_sampled, *limits]}
+    return dict(
+        temperature=cut.temperature,
+        max_tokens=cut.max_tokens,
+        seed=request.seed,
+        stop_token_ids=list(cut.stop_token_ids),
+        logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=extra,
+    )
 
 
 class KeptSetRecorder:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments and environment with which vLLM is started, and its limits; vllm itself is not imported."""
+"""Arguments, environment and execution modes with which vLLM is started, and its limits; vllm is not imported."""
 
 from __future__ import annotations
 
@@ -7,25 +7,48 @@ import ast
 import difflib
 import importlib.util
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engines.modes import fit_to_device
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.support import LARGEST_RANK
+
+if TYPE_CHECKING:  # a dry run imports no torch
+    import torch
 
 LOAD_FORMAT = "megatron_rl"
 CODED_METHOD = "megatron_rl"  # name of 8-bit matrices in vLLM's registry
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts; placement tables have no padding there
 CPU_BLOCK_SIZE = 32
+_MODES_ON_CPU: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False, "model_runner": "v1"}
 _MAX_CPU_CACHE_BYTES = 1 << 30
 _CPU_STEP_TOKENS = 4096  # vLLM's default
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)  # buffer sizes of vLLM
+
+
+def fit_to_device(config: RolloutConfig, device: torch.device) -> RolloutConfig:
+    """Replace vLLM's execution modes that a CPU does not support."""
+    return replace(config, **_MODES_ON_CPU) if device.type == "cpu" else config
+
+
+def describe_modes(config: RolloutConfig, device: torch.device) -> str:
+    """Describe active and ignored modes (CUDA graphs, async scheduling, model runner) for the log."""
+    fitted = fit_to_device(config, device)
+    eager = "eager" if fitted.enforce_eager else "compiled with CUDA graphs"
+    runner = fitted.model_runner + (" with its Triton sampler" if fitted.model_runner == "v2" else "")
+    text = f"{eager}, async scheduling {'on' if fitted.async_scheduling else 'off'}, model runner {runner}"
+    ignored = [
+        f"rollout.{name}={str(getattr(config, name)).lower()}"
+        for name in _MODES_ON_CPU
+        if getattr(config, name) != getattr(fitted, name)
+    ]
+    return f"{text}; no effect on CPU: {', '.join(ignored)}" if ignored else text
 
 
 def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
@@ -137,15 +160,11 @@ def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
 
 
 def check_installed(shape: ModelShape, config: RolloutConfig) -> None:
-    """Refuse a model or options that the installed vLLM, if any, lacks (UserError)."""
+    """Refuse a model or options that the installed vLLM, if any, lacks (UserError), unless a server has its own."""
+    if config.supports("is_server") and (config.server.endpoints or config.server.python is not None):
+        return
     check_family(shape, config.engine)
     check_options(config.engine_options)
-
-
-def check_server(shape: ModelShape, config: RolloutConfig) -> None:
-    """Refuse a model or options that the installed vLLM lacks (UserError), if it is started as the server."""
-    if not config.server.endpoints and config.server.python is None:
-        check_installed(shape, config)
 
 
 def check_family(shape: ModelShape, engine: str) -> None:

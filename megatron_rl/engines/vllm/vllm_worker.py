@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker extension of a vLLM server, imported before the model is loaded (`--worker-extension-cls`).
 
-Its import patches vLLM; otherwise a weight update on a CPU would change only embeddings and norms.
+Its import patches vLLM; otherwise a weight update on a CPU would change only embeddings and norms, and leave fused
+experts in another order than their kernel reads.
 """
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,6 +18,25 @@ from megatron_rl.engines.vllm.vllm_library import prepare_vllm
 from megatron_rl.engines.vllm.vllm_recorders import KeptSetRecorder
 
 prepare_vllm(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _pack_reloaded_experts() -> None:
+    """Patch vLLM to reorder fused experts for its CPU kernel at every weight load, not only at the first."""
+    methods = import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
+    method = methods.UnquantizedFusedMoEMethod
+    set_up = method._setup_kernel
+
+    def set_up_and_pack(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        is_first = self.moe_kernel is None
+        set_up(self, layer, w13, w2)
+        if not is_first:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    method._setup_kernel = set_up_and_pack
+
+
+if not torch.cuda.is_available():
+    _pack_reloaded_experts()
 
 
 class ServedWorker:
