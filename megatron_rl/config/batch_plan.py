@@ -16,82 +16,6 @@ from megatron_rl.config.schema import DataConfig, LayoutConfig, RunConfig
 from megatron_rl.types import UserError
 
 
-@dataclass(frozen=True)
-class SftPlan:
-    """Batch arithmetic of fine-tuning; `total_steps` is None until the data is read.
-
-    A batch is one minibatch, in which every example counts as a rollout.
-    """
-
-    world_size: int
-    dp_size: int
-    train_batch_size: int
-    max_tokens_per_microbatch: int
-    longest_sequence: int
-    max_response_length: int
-    num_examples: int | None
-    total_steps: int | None
-
-    @classmethod
-    def build(cls, cfg: RunConfig, world_size: int, num_examples: int | None = None) -> SftPlan:
-        """Derive the plan; refuse sizes that do not divide or exceed the data (UserError)."""
-        if cfg.trainer.val_only:
-            raise UserError(
-                "trainer.val_only = True, and supervised fine-tuning has no validation",
-                source="trainer.val_only",
-                expected="false",
-                hint="evaluate by tools/evaluate.py",
-            )
-        if cfg.layout.mode == "auto":
-            raise UserError(
-                "layout.mode = 'auto' in supervised fine-tuning, which the planner does not cover",
-                source="layout.mode",
-                expected="given",
-                hint="give the layout of the section actor",
-            )
-        if cfg.placement.placed:
-            raise UserError(
-                f"placement.{cfg.placement.placed[0]} in supervised fine-tuning, which has one role",
-                source=f"placement.{cfg.placement.placed[0]}",
-                expected="null",
-                hint="remove the section placement",
-            )
-        check_debug_rank(cfg, world_size)
-        dp_size = check_ranks(cfg.actor, range(world_size), "actor")
-        check_longest_sequence(cfg.data, cfg.actor, "actor")
-        check_data_size(cfg, num_examples)
-        return cls(
-            world_size=world_size,
-            dp_size=dp_size,
-            train_batch_size=cfg.data.train_batch_size,
-            max_tokens_per_microbatch=cfg.actor.max_tokens_per_microbatch,
-            longest_sequence=cfg.data.max_prompt_length + cfg.data.max_response_length,
-            max_response_length=cfg.data.max_response_length,
-            num_examples=num_examples,
-            total_steps=count_steps(cfg, num_examples),
-        )
-
-    @property
-    def rollouts_per_minibatch(self) -> int:
-        """Examples per optimizer step."""
-        return self.train_batch_size
-
-    def formulas(self) -> list[str]:
-        """Return each derived number with its formula."""
-        batch = self.train_batch_size
-        lines = [
-            f"dp_size = world_size / (tp * pp * cp) = {self.dp_size}",
-            f"examples per optimizer step = train_batch_size = {batch}, in microbatches of at most "
-            f"{self.max_tokens_per_microbatch} tokens per DP rank",
-        ]
-        if self.num_examples is not None and self.total_steps is not None:
-            lines.append(
-                f"epochs = total_steps * train_batch_size / examples = {self.total_steps} * {batch} / "
-                f"{self.num_examples} = {self.total_steps * batch / self.num_examples:.2f}"
-            )
-        return lines
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
     """Every number that follows from the config and the world size."""
@@ -372,26 +296,7 @@ def _check_placement(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
         )
     if not placement.placed:
         return
+    from megatron_rl.config.role_ranks import check_places
+
     ranks = {role: placement.ranks_of(role, world_size) for role in (*spec.roles, "rollout")}
-    if ranks["actor"].start:
-        raise UserError(
-            f"placement.actor = {placement.actor!r} leaves out rank 0",
-            source="placement.actor",
-            expected="ranks from 0 on",
-            hint="rank 0 writes the actor's metrics: give the other roles the ranks behind the actor's",
-        )
-    idle = sorted(set(range(world_size)).difference(*ranks.values()))
-    if idle:
-        raise UserError(
-            f"rank {idle[0]} has no role" if len(idle) == 1 else f"ranks {', '.join(map(str, idle))} have no role",
-            source="placement",
-            expected=f"a role for each of the {world_size} ranks",
-            hint="start fewer ranks, or give these to a role; roles that are not named are on all ranks",
-        )
-    if ranks["rollout"] != ranks["actor"] and cfg.rollout.supports("is_actor"):
-        raise UserError(
-            f"rollout.engine = {cfg.rollout.engine!r} on other ranks than the actor, whose modules it runs",
-            source="placement.rollout",
-            expected="the ranks of the actor",
-            hint="set placement.rollout to the ranks of placement.actor, or choose another rollout.engine",
-        )
+    check_places(ranks, world_size, placement.actor, cfg.rollout.engine if cfg.rollout.supports("is_actor") else None)

@@ -20,10 +20,10 @@ import yaml
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.fields import (
+    OPTIONS,
     PREFIX,
     TEACHERS,
     FieldInfo,
-    build_options,
     build_section,
     coerce,
     list_fields,
@@ -149,8 +149,11 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     make_teacher = classes.pop(TEACHERS)
     sections = {name: build_section(declaration, name, values) for name, declaration in classes.items()}
     sections[TEACHERS] = {name: build_section(make_teacher, f"{TEACHERS}.{name}", values) for name in teachers}
-    with mistakes.collect():
-        sections["algorithm"] = replace(sections["algorithm"], options=build_options(values, sources))
+    if OPTIONS:
+        from megatron_rl.config.plugin_options import build_options
+
+        with mistakes.collect():
+            sections["algorithm"] = replace(sections["algorithm"], options=build_options(values, sources))
     config, idle = put_aside(RunConfig(**sections), sources)
     config, more = put_aside(config.share_settings(), sources)
     check_config(config, sources, mistakes)
