@@ -53,7 +53,6 @@ BEHIND_DOORS = (
     "compat.",
     "config.feature_checks",
     "config.plugin_options",
-    "config.role_ranks",
     "config.sft_plan",
     "config.suggestions",
     "data.pass_rates",

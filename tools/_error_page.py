@@ -95,7 +95,7 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Layouts, placement and memory": (
         "Ranks that do not suffice, sizes that do not divide, models that do not fit.",
-        ("config/placement", "config/role_ranks", "parallel/", "planning/", "tools/planning/"),
+        ("config/placement", "parallel/", "planning/", "tools/planning/"),
     ),
     "Model directories and families": (
         "Missing or damaged files, architectures and options of config.json that are not supported, adapters.",

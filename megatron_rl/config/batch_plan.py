@@ -296,7 +296,26 @@ def _check_placement(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
         )
     if not placement.placed:
         return
-    from megatron_rl.config.role_ranks import check_places
-
     ranks = {role: placement.ranks_of(role, world_size) for role in (*spec.roles, "rollout")}
-    check_places(ranks, world_size, placement.actor, cfg.rollout.engine if cfg.rollout.supports("is_actor") else None)
+    if ranks["actor"].start:
+        raise UserError(
+            f"placement.actor = {placement.actor!r} leaves out rank 0",
+            source="placement.actor",
+            expected="ranks from 0 on",
+            hint="rank 0 writes the actor's metrics: give the other roles the ranks behind the actor's",
+        )
+    idle = sorted(set(range(world_size)).difference(*ranks.values()))
+    if idle:
+        raise UserError(
+            f"rank {idle[0]} has no role" if len(idle) == 1 else f"ranks {', '.join(map(str, idle))} have no role",
+            source="placement",
+            expected=f"a role for each of the {world_size} ranks",
+            hint="start fewer ranks, or give these to a role; roles that are not named are on all ranks",
+        )
+    if ranks["rollout"] != ranks["actor"] and cfg.rollout.supports("is_actor"):
+        raise UserError(
+            f"rollout.engine = {cfg.rollout.engine!r} on other ranks than the actor, whose modules it runs",
+            source="placement.rollout",
+            expected="the ranks of the actor",
+            hint="set placement.rollout to the ranks of placement.actor, or choose another rollout.engine",
+        )

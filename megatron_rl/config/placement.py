@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from megatron_rl.config.sections import option
+from megatron_rl.types import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +64,17 @@ class PlacementConfig:
 
     def _resolve(self, world_size: int) -> dict[str, range]:
         """Return the ranks of all roles in `placed`, by role."""
-        if not self.placed:
-            return {}
-        from megatron_rl.config.role_ranks import resolve_places
-
-        return resolve_places({role: self.text_of(role).strip() for role in self.placed}, world_size)
+        found, end = {}, 0  # a share begins after the role named before it, or at rank 0 if too few ranks are left
+        for role in self.placed:
+            text = self.text_of(role).strip()
+            if "/" in text:
+                count = _count_share(role, text, world_size)
+                first = end if end + count <= world_size else 0
+                found[role] = range(first, first + count)
+            else:
+                found[role] = _read_range(role, text, world_size)
+            end = found[role].stop
+        return found
 
     @property
     def placed(self) -> list[str]:
@@ -94,3 +103,37 @@ class PlacementConfig:
 def format_ranks(ranks: range) -> str:
     """Format ranks as `2-3`, or `2` for a single one."""
     return f"{ranks.start}-{ranks.stop - 1}" if len(ranks) > 1 else f"{ranks.start}"
+
+
+def _read_range(role: str, text: str, world_size: int) -> range:
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if not first <= last < world_size:
+        raise UserError(
+            f"placement.{role} = {text!r} in a job of {world_size} rank(s)",
+            source=f"placement.{role}",
+            expected=f"the first and the last of its ranks, such as 0-{world_size - 1}, or a share such as 1/2",
+            hint="ranks count from 0; start more of them (--nproc-per-node), or name others",
+        )
+    return range(first, last + 1)
+
+
+def _count_share(role: str, text: str, world_size: int) -> int:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, whole = (int(found[1]), int(found[2])) if found else (0, 1)
+    if not 0 < part <= whole:
+        raise UserError(
+            f"placement.{role} = {text!r} is no share of the ranks",
+            source=f"placement.{role}",
+            expected="a fraction such as 1/4, more than 0 and at most 1",
+            hint="write it with two whole numbers",
+        )
+    count, rest = divmod(world_size * part, whole)
+    if rest:
+        raise UserError(
+            f"placement.{role} = {text!r} of {world_size} rank(s) is no whole number of ranks",
+            source=f"placement.{role}",
+            expected=f"a number of ranks that {whole // math.gcd(part, whole)} divides",
+            hint="start another number of ranks (--nproc-per-node), or choose another share",
+        )
+    return count

@@ -3,7 +3,7 @@
 
 The path of a setting: read with its place (`sources.py`), references `${section.key}` resolved, plugins imported (they
 declare settings, `fields.py`), verl names translated (`compat/aliases.py`), the recipe overridden by the command
-line, types checked (`fields.py`), settings without effect set aside (`idle.py`), combinations checked (`checks.py`).
+line, types checked (`fields.py`), settings without effect set aside and combinations checked (`checks.py`).
 torch is not imported, so that a dry run starts at once.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.checked import Mistakes
-from megatron_rl.config.checks import check_config
+from megatron_rl.config.checks import check_config, put_aside
 from megatron_rl.config.fields import (
     OPTIONS,
     PREFIX,
@@ -30,7 +30,6 @@ from megatron_rl.config.fields import (
     list_options,
     section_classes,
 )
-from megatron_rl.config.idle import put_aside
 from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.config.sections import MISSING
 from megatron_rl.config.sources import RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
