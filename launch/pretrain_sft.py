@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.config.batch_plan import SftPlan  # noqa: E402
+from megatron_rl.config.sft_plan import SftPlan  # noqa: E402
 from megatron_rl.parallel.imports import kept_imports  # noqa: E402
 from megatron_rl.run.command_line import leave, run_command  # noqa: E402
 from megatron_rl.run.inputs import read_sft_inputs  # noqa: E402

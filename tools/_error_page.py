@@ -91,7 +91,7 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Batch sizes": (
         "Prompts, responses, minibatches and token budgets that do not divide or do not fit.",
-        ("config/batch_plan",),
+        ("config/batch_plan", "config/sft_plan"),
     ),
     "Layouts, placement and memory": (
         "Ranks that do not suffice, sizes that do not divide, models that do not fit.",

@@ -29,7 +29,7 @@ from megatron_rl.algorithms.kl import AdaptiveKL, compute_kl, measure_for_target
 from megatron_rl.algorithms.losses import PolicyLossInputs, choose_tokens, compute_policy_loss
 from megatron_rl.algorithms.mismatch import compute_importance_weights, normalize_weights
 from megatron_rl.algorithms.plugin_types import Responses
-from megatron_rl.compat.loss_names import AGGREGATIONS, ESTIMATORS, KL_TYPES, LOSS_MODES
+from megatron_rl.compat.name_groups import AGGREGATIONS, ESTIMATORS, KL_TYPES, LOSS_MODES
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.run.loading import load_config
 from megatron_rl.training.roles.critic import compute_value_loss

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.algorithm import SAMPLED
-from megatron_rl.config.fields import OPTIONS, check_options
+from megatron_rl.config.fields import OPTIONS
 from megatron_rl.config.schema import AlgorithmConfig, RunConfig
 from megatron_rl.extension.registry import Deferred, add_entry, describe_place, find_entry
 from megatron_rl.types import UserError
@@ -168,6 +168,8 @@ def _register(
 ) -> Callable[[Any], Any]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if options is not None:
+            from megatron_rl.config.plugin_options import check_options
+
             check_options(name, options, describe_place(function))
         add_entry(table, name, make_entry(function), function, setting)
         if options is not None:

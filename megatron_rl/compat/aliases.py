@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translates verl and TRL setting names.
+"""Translates verl and TRL setting names, and formats all names for `--help`.
 
 verl's tables are in `name_tables.py` (single names) and `name_groups.py` (names read together), TRL's in `trl.py`.
 Invariant: a setting without effect yields a note, and one that would change the result an error.
@@ -17,15 +17,24 @@ from typing import Any
 
 from megatron_rl.compat import name_groups, name_tables, trl
 from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs, each, look_up, note, same
-from megatron_rl.compat.loss_names import LOSS_MODE, MODEL_PATH
+from megatron_rl.compat.name_groups import LOSS_MODE, MODEL_PATH
 from megatron_rl.compat.name_tables import PATTERNS
 from megatron_rl.config.checked import Mistakes
-from megatron_rl.config.fields import FieldInfo, unknown_key_error
-from megatron_rl.config.rendering import WIDTH
+from megatron_rl.config.fields import FieldInfo, list_fields, list_options, section_classes
+from megatron_rl.config.rendering import WIDTH, render
 from megatron_rl.config.schema import ACTOR_DECIDES
 from megatron_rl.config.sources import ASSUMED, Setting, describe
+from megatron_rl.config.suggestions import unknown_key_error
 from megatron_rl.types import UserError
 
+_SYNTAX = """\
+Settings are given in the recipe (nested sections) and on the command line, which wins:
+  section.key=value               actor.lr=1e-6   data.train_files=[a.jsonl,b.jsonl]
+  --section.key value             --actor.sequence_parallel   (a flag without a value means true)
+  --leaf value, as in Megatron    --lr 1e-6   (a leaf of several sections needs its section)
+  verl's names                    actor_rollout_ref.rollout.n=8   (list below)
+  TRL's names                     num_generations=8   (docs/migrating.md)
+"""
 # Hydra's mark for a mandatory value, and an empty section left by a reference.
 _NOTHING = ("???", {})
 _GONE = "the setting is gone, and what its default said is always done"
@@ -190,6 +199,23 @@ def _compare(
         expected=f"the value of {alias.target}: both mean the same here",
         hint=f"remove {setting.name}",
     )
+
+
+def format_help() -> str:
+    """Return every setting with its type, default, unit and meaning, imported plugins included."""
+    fields = list_fields() | list_options()
+    blocks = [_SYNTAX]
+    for section, section_class in section_classes().items():
+        doc = (section_class.__doc__ or "").strip().splitlines()[0]
+        lines = [f"[{section}]  {doc}"]
+        for info in fields.values():
+            if info.section == section:
+                default = "required" if info.required else f"default: {render(info.default)}"
+                unit = f"  [{info.unit}]" if info.unit else ""
+                lines.append(f"  {info.name}  ({info.describe_type()}; {default}){unit}")
+                lines += [f"      {line}" for line in textwrap.wrap(info.doc, WIDTH - 6)]
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
 
 
 def format_names() -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from megatron_rl.compat.kinds import Alias, Ignored, Only, Renamed, SameAs, each
-from megatron_rl.compat.loss_names import AGGREGATIONS, ESTIMATORS
+from megatron_rl.compat.name_groups import AGGREGATIONS, ESTIMATORS
 from megatron_rl.config.schema import LayoutConfig
 
 OFF = ((-1, 0),)

@@ -1,26 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a config that need no world size, no model and no data.
+"""Checks of a config that need no world size, no model and no data, and settings that others leave without effect.
 
 Settings that cannot work, or would change the meaning of the numbers, are refused here, before any process group
-exists; `rollout_checks.py` checks generation, `idle.py` reports settings without effect, `batch_plan.py` checks against
-the world size.
+exists; `feature_checks.py` checks features that are off by default, `batch_plan.py` checks against the world size.
+Settings without effect are reset before, so that no check refuses them, and reported once.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from megatron_rl.config.checked import CheckedConfig, Mistakes
 from megatron_rl.config.fields import FieldInfo, list_fields, list_options
 from megatron_rl.config.rendering import render
-from megatron_rl.config.rollout_checks import ROLLOUT_RULES, check_validation_sets
-from megatron_rl.config.schema import FULLY_SHARDED, TRAINED, RunConfig
-from megatron_rl.config.sections import LONGEST_PERIOD, reduce_weights
+from megatron_rl.config.schema import TRAINED, ActorConfig, DataConfig, ModelConfig, RunConfig
+from megatron_rl.extension.registry import name_engines
+
+# Settings and sections of the features that `feature_checks.py` checks, and their values if no feature is in use.
+_FEATURES = attrgetter(
+    *(f"{section}.{leaf}" for section in TRAINED for leaf in ("lora", "quantization", "step_mode", "zero_stage")),
+    *("actor.expert_tensor_parallel_size", "actor.mtp_lr", "actor.router_replay", "reward_model.zero_stage"),
+    *("data.weights", "data.pass_rate_range", "hybrid.lora", "rollout.engine_options", "rollout.quantization"),
+    *("rollout.bitwise", "rollout.thinking_budget", "rollout.validation_sets", "rollout.top_p", "rollout.top_k"),
+    *("rollout.min_p", "rollout.min_tokens", "rollout.validation_top_p", "rollout.validation_top_k", "agents"),
+    *("schedule", "teachers", "placement.teachers", "algorithm.distillation", "reference.reset_every"),
+)
+_DATA = DataConfig(train_files=[], train_batch_size=1)
+_UNUSED = _FEATURES(RunConfig(model=ModelConfig(path=""), data=_DATA, actor=ActorConfig()))
 
 
 def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mistakes: Mistakes | None = None) -> None:
@@ -40,10 +52,8 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mista
         if name not in config.mistakes.refused and (violation := info.find_violation(config.get(name))):
             config.require(False, name, **violation)
             config.mistakes.refused.add(name)
-    config.apply(check_validation_sets)
-    for rule in (_check_step_mode, _check_quantization, _check_rates):
-        for section in TRAINED:
-            config.apply(rule, section)
+    for section in TRAINED:
+        config.apply(_check_rates, section)
     for rule in _RULES:
         config.apply(rule)
     config.mistakes.raise_all()
@@ -115,199 +125,6 @@ def _check_data(config: CheckedConfig) -> None:
     )
 
 
-def _check_pass_rates(config: CheckedConfig) -> None:
-    bounds = config.get("data.pass_rate_range")
-    config.require(
-        len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] <= 1,
-        "data.pass_rate_range",
-        "is no range",
-        expected="two numbers from 0 to 1, the smaller one first",
-        hint="[0.1, 0.9] leaves out what is hardly ever or nearly always right",
-    )
-
-
-def _check_weights(config: CheckedConfig) -> None:
-    name, weights, files = "data.weights", config.get("data.weights"), config.get("data.train_files")
-    if weights is None:
-        return
-    is_right = config.require(
-        len(weights) == len(files),
-        name,
-        f"has {len(weights)} numbers for {len(files)} files",
-        expected="a number per file of data.train_files, in their order",
-        hint="a file without prompts in the mixture is left out of both",
-    )
-    is_right &= config.require(
-        min(weights, default=1) > 0,
-        name,
-        "has a number that is not positive",
-        expected="> 0",
-        hint="leave the file out",
-    )
-    period = sum(reduce_weights(weights)) if is_right else 0
-    config.require(
-        period <= LONGEST_PERIOD,
-        name,
-        f"repeats after {period} prompts",
-        expected=f"numbers whose proportions repeat within {LONGEST_PERIOD} prompts",
-        hint="write fewer digits; they need not add up to 1: [2, 1] for thirds",
-    )
-
-
-def _check_step_mode(config: CheckedConfig, section: str) -> None:
-    """Check the settings that fixed shapes and CUDA graphs restrict; `training/step.py` checks for a GPU."""
-    mode, budget = config.get(f"{section}.step_mode"), config.get(f"{section}.max_tokens_per_microbatch")
-    if mode == "eager":
-        return
-    sizes = config.get("actor.bucket_tokens")
-    config.require(
-        not sizes or (min(sizes) > 0 and max(sizes) >= budget),
-        "actor.bucket_tokens",
-        f"has no bucket for a microbatch of {section}.max_tokens_per_microbatch = {budget} tokens",
-        expected=f"sizes above 0, the largest at least {budget}",
-        hint=f"add {budget} to the list",
-    )
-    if mode != "graph":
-        return
-    routes = "how many tokens experts of other ranks get depends on the routes, and the host reads it"
-    uncaptured: dict[str, tuple[Any, str]] = {"expert_model_parallel_size": (1, routes)}
-    if config.get(f"{section}.pipeline_model_parallel_size") > 1:
-        uncaptured["overlap_grad_reduce"] = False, "the reduction during the backward of a pipeline stage"
-        if config.get(f"{section}.virtual_pipeline_model_parallel_size") != 1:
-            uncaptured["virtual_pipeline_model_parallel_size"] = None, "microbatches of an interleaved schedule"
-    graph, static = f"{section}.step_mode = 'graph'", f"{section}.step_mode=static: the same step without capture"
-    for leaf, (value, what) in uncaptured.items():
-        config.allow(f"{section}.{leaf}", value, f"is not captured yet ({what}): {graph} cannot take it", static)
-    for leaf in ("offload_gradients", "offload_optimizer"):
-        config.allow(f"{section}.{leaf}", False, f"moves memory that the graphs of {graph} have captured", static)
-
-
-def _check_quantization(config: CheckedConfig, section: str) -> None:
-    """Refuse four-bit weights without adapters, or with a separate (unquantized) reference of the same model."""
-    name = f"{section}.quantization"
-    if config.get(name) == "none":
-        return
-    config.require(
-        config.get(f"{section}.lora.rank") > 0,
-        name,
-        "without adapters: there would be nothing to train",
-        expected=f"{section}.lora.rank above 0",
-        hint=f"set {section}.lora.rank=16",
-    )
-    is_shared = config.get("placement.reference") == config.get("placement.actor")
-    is_own = config.get("reference.path") not in (None, config.get("model.path"))
-    config.require(
-        section != "actor" or is_shared or is_own or config.get("algorithm.kl_coef") == 0,
-        "placement.reference",
-        "differs from placement.actor, with actor.quantization: a reference of its own is not quantized, and so "
-        "another model than the actor starts from",
-        expected="the ranks of the actor",
-        hint="leave placement.reference out, or give both the same ranks",
-    )
-
-
-def _check_zero_stages(config: CheckedConfig) -> None:
-    """Refuse settings that do not work with weights sharded over DP (`zero_stage` 3)."""
-    for section in (*TRAINED, "reward_model", *(f"teachers.{teacher}" for teacher in config.config.teachers)):
-        cause = f"{section}.zero_stage={FULLY_SHARDED}"
-        if section in TRAINED:
-            config.exclude(
-                cause,
-                (f"{section}.step_mode", "eager", "weights are gathered for every layer, at other addresses"),
-                (f"{section}.optimizer", "adam", "Muon's momentum is exchanged through the gradient buffers of ZeRO-1"),
-                (f"{section}.overlap_grad_reduce", False, "gradients are always reduced during the backward"),
-                (f"{section}.lora.rank", 0, "adapters are trained on weights that every rank has"),
-            )
-        if section != "critic":
-            frozen = "reference" if section == "actor" else section  # the reference has the actor's layout
-            config.exclude(cause, (f"{frozen}.offload", False, "the ranks share these weights already"))
-    config.require(
-        config.get("actor.zero_stage") != FULLY_SHARDED or not config.supports("is_actor"),
-        "rollout.engine",
-        "runs the actor's modules, whose weights are in parts with actor.zero_stage = 3",
-        expected="an engine with weights of its own",
-        hint="choose another rollout.engine, or set actor.zero_stage=1",
-    )
-
-
-def _check_layers(config: CheckedConfig) -> None:
-    """Refuse updates of router biases with adapters, and settings that do not work with training of the MTP layer."""
-    config.exclude("actor.lora.rank", ("actor.router_bias_rate", 0, "the weights of the model stay as they are"))
-    why = "its layer is trained beside the policy's whole weights, microbatch by microbatch"
-    needed = (("actor.step_mode", "eager"), ("actor.lora.rank", 0), ("actor.zero_stage", 1))
-    config.exclude("actor.mtp_lr", *((name, value, why) for name, value in needed))
-
-
-_KIND, _CHOICE = "algorithm.distillation.kind", "algorithm.distillation.choose_by"
-
-
-def _check_teachers(config: CheckedConfig) -> None:
-    teachers = config.config.teachers
-    config.require(
-        bool(teachers) or config.get("algorithm.adv_estimator") != "distill",
-        "algorithm.adv_estimator",
-        "without a teacher: nothing would be learned",
-        expected="a teacher in the section teachers",
-        hint="set teachers.NAME.path, or choose an estimator that works on rewards",
-    )
-    for name in teachers:
-        config.require(
-            re.fullmatch(r"[\w-]+", name) is not None,
-            f"teachers.{name}.path",
-            f"belongs to a teacher with the name {name!r}",
-            expected="letters, digits, _ and -",
-            hint="the name becomes part of the names of settings and metrics",
-        )
-    for name in config.get("placement.teachers"):
-        config.require(
-            name in teachers,
-            "placement.teachers",
-            f"names {name!r}",
-            expected=f"of the section teachers: {', '.join(teachers) or 'there is none'}",
-            hint="a teacher without a place is on all ranks",
-        )
-
-
-def _check_kind(config: CheckedConfig) -> None:
-    teachers, kind, chosen_by = config.config.teachers, config.get(_KIND), config.get(_CHOICE)
-    config.require(
-        kind == "sampled" or len(teachers) < 2 or chosen_by is not None,
-        _KIND,
-        f"with {len(teachers)} teachers at once",
-        expected="sampled, whose log-probs are averaged",
-        hint="set algorithm.distillation.choose_by=data_source, so that each prompt has one teacher",
-    )
-    config.require(
-        kind != "full" or len(teachers) < 2,
-        _KIND,
-        f"with {len(teachers)} teachers: each would need its output weights beside the policy's",
-        expected="one teacher, or top_k",
-        hint="set algorithm.distillation.kind=top_k",
-    )
-    why = "tokens of the policy give the reverse divergence"
-    config.exclude(f"{_KIND}=sampled", ("algorithm.distillation.direction", "reverse", why))
-
-    values = [value for name in teachers for value in config.get(f"teachers.{name}.values") or [name]]
-    repeated = sorted({value for value in values if values.count(value) > 1})
-    config.require(
-        chosen_by is None or not repeated,
-        _CHOICE,
-        f"finds two teachers for {', '.join(repeated)}",
-        expected="one teacher for each value",
-        hint="change teachers.NAME.values",
-    )
-
-
-def _check_reset(config: CheckedConfig) -> None:
-    """Refuse `reset_every` for a reference that cannot copy the actor's weights in place."""
-    config.exclude(
-        "reference.reset_every",
-        ("reference.offload", False, "it moves the weights that are written"),
-        ("actor.lora.rank", 0, "the reference is the actor without adapters, and cannot be written"),
-        ("placement.reference", config.get("placement.actor"), "it is apart from the actor that it becomes"),
-    )
-
-
 def _check_reward(config: CheckedConfig) -> None:
     function, limit = config.get("reward.function"), config.get("data.max_response_length")
     path, _, name = (function or "").rpartition(":")
@@ -362,18 +179,106 @@ def _check_packages(config: CheckedConfig) -> None:
         )
 
 
+def _check_engine_size(config: CheckedConfig) -> None:
+    sizes = {1, config.get("actor.tensor_model_parallel_size") if config.supports("is_actor") else 1}
+    config.require(
+        config.get("rollout.tensor_model_parallel_size") in sizes or config.supports("tensor_parallel"),
+        "rollout.tensor_model_parallel_size",
+        f"is not supported by rollout.engine = {config.get('rollout.engine')!r}",
+        expected=" or ".join(map(str, sorted(sizes))),
+        hint=f"leave it out, or set rollout.engine={name_engines('tensor_parallel')}",
+    )
+
+
+def _check_features(config: CheckedConfig) -> None:
+    """Apply the rules of `feature_checks.py` if the config uses a feature."""
+    is_distilled = config.config.algorithm.adv_estimator == "distill"
+    if _FEATURES(config.config) != _UNUSED or is_distilled or config.supports("is_server"):
+        from megatron_rl.config.feature_checks import check_features
+
+        check_features(config)
+
+
 _RULES = (
+    _check_features,
     _check_data,
-    _check_weights,
-    _check_pass_rates,
-    _check_zero_stages,
-    *ROLLOUT_RULES,
-    _check_layers,
+    _check_engine_size,
     _check_reward,
     _check_importance,
-    _check_teachers,
-    _check_kind,
-    _check_reset,
     _check_packages,
     _check_run,
 )
+
+
+def put_aside(config: RunConfig, sources: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
+    """Reset settings without effect; return the config, and a note with the place of each reset setting."""
+    notes = []
+    for is_idle, name, why, *instead in list(_find_idle(config)):
+        section, _, leaf = name.partition(".")
+        role = getattr(config, section)
+        item = next(item for item in fields(role) if item.name == leaf)
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        value, taken = getattr(role, leaf), instead[0] if instead else default
+        if is_idle and value != taken:
+            place = f" ({sources[name]})" if name in sources else ""
+            notes.append(f"ignored: {name}={value!r}{place}, {why}")
+            config = replace(config, **{section: replace(role, **{leaf: taken})})
+    return config, notes
+
+
+def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
+    """Find settings that another setting leaves without effect.
+
+    Yields:
+        (is idle, full name, reason, optional replacement) of every candidate. An idle setting is reset to the
+        replacement, or to its default if there is none.
+    """
+    for section in (*TRAINED, "reward_model"):
+        yield from _find_in_role(config, section)
+    algorithm, components = config.algorithm, config.reward.components
+    engine, no_kl = f"rollout.engine {config.rollout.engine!r}", algorithm.kl_coef == 0
+    is_alone = bool(config.actor.lora.rank) and config.reference.path is None
+    yield is_alone, "reference.offload", "the reference is the actor without its adapters (actor.lora.rank)"
+    yield no_kl, "reference.reset_every", "algorithm.kl_coef is 0: there is no reference"
+    yield config.rollout.supports("is_actor"), "hybrid.alias_weights", f"{engine} has no weights of its own"
+    yield not config.rollout.supports("is_server"), "rollout.server", f"{engine} is no server"
+    yield config.layout.mode == "given", "layout.lengths", "layout.mode is 'given'"
+    yield not config.data.validation_files, "trainer.test_freq", "data.validation_files is empty"
+    yield config.data.pass_rates is None, "data.pass_rate_range", "data.pass_rates is null"
+    yield no_kl, "algorithm.kl_controller", "algorithm.kl_coef is 0"
+    yield no_kl, "algorithm.kl_in", "algorithm.kl_coef is 0"
+    mode = algorithm.importance_sampling
+    why = f"algorithm.importance_sampling is {mode!r}"
+    yield mode in ("none", "bypass"), "algorithm.importance_normalize", why
+    why = "algorithm.dynamic_sampling is False"
+    yield not algorithm.dynamic_sampling, "algorithm.dynamic_sampling_metric", why
+    has_model = any(component.split()[1:] == ["model"] for component in components)
+    yield components and not has_model, "reward_model.path", "reward.components does not use 'model'"
+
+
+def _find_in_role(config: RunConfig, section: str) -> Iterator[tuple[Any, ...]]:
+    role, prompts = getattr(config, section), f"{section}.share_prompts"
+    name = f"{section}.tensor_model_parallel_size"
+    yield role.tensor_model_parallel_size == 1, f"{section}.sequence_parallel", f"{name} is 1"
+    name = f"{section}.pipeline_model_parallel_size"
+    yield role.pipeline_model_parallel_size == 1, f"{section}.virtual_pipeline_model_parallel_size", f"{name} is 1"
+    if getattr(role, "mtp_lr", 0):
+        yield True, prompts, f"{section}.mtp_lr: a shared row has no single token behind it", False
+    elif role.share_prompts == "tree":
+        if section == "actor" and role.router_replay != "off":
+            why = f"actor.router_replay is {role.router_replay!r}: each branch has routes of its own"
+            yield True, prompts, why
+        elif role.step_mode != "eager":
+            yield True, prompts, f"{section}.step_mode is {role.step_mode!r}: prefix trees have no fixed shape"
+    if section not in TRAINED:
+        return
+    modes = {config.actor.step_mode, config.critic.step_mode}
+    mode = f"{section}.step_mode is {role.step_mode!r}"
+    is_constant = role.lr_decay_style == "constant"
+    yield role.min_lr > role.lr and is_constant, f"{section}.min_lr", f"{section}.lr_decay_style is 'constant'"
+    if section == "actor":
+        yield modes == {"eager"}, "actor.bucket_tokens", mode
+        yield "graph" not in modes, "actor.graph_memory_gib", mode
+    size = f"{section}.context_parallel_size = {role.context_parallel_size}"
+    why = f"{mode}: shared prompts have no fixed shape with {size}"
+    yield role.step_mode != "eager" and role.context_parallel_size > 1, prompts, why, False

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_rl.config.schema import ACTOR_DECIDES, MISSING, AlgorithmConfig, LayoutConfig, RunConfig
-from megatron_rl.config.sections import NOT_SERVED
 from megatron_rl.types import UserError
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -197,6 +196,8 @@ def _convert_entries(info: FieldInfo, value: Mapping[Any, Any], source: str) -> 
     for key, entry in value.items():
         name = f"{info.name}.{key}"
         if name not in declared:
+            from megatron_rl.config.suggestions import unknown_key_error
+
             raise unknown_key_error(name, source, declared, ())
         entries[key] = coerce(declared[name], entry, source)
         if violation := declared[name].find_violation(entries[key]):
@@ -266,97 +267,9 @@ def _type_hint(info: FieldInfo, value: Any) -> str:
     return f"write {info.name} as {info.describe_type()}"
 
 
-def leaf_candidates(leaf: str, names: Iterable[str]) -> list[str]:
-    """Return the full names that end in `.leaf`."""
-    return [name for name in names if name.rpartition(".")[2] == leaf]
-
-
-# Options of the command line that are no settings.
-_FLAGS = ("--dry-run", "--world-size", "--gpu-memory-gib", "--gpus-per-node", "--json", "--help")
-# Words that other programs have for leaves of ours and that no spelling leads to.
-_SYNONYMS = {
-    "learning_rate": "lr",
-    "beta": "kl_coef",
-    "num_generations": "n",
-    "max_new_tokens": "max_response_length",
-    "max_completion_length": "max_response_length",
-    "max_steps": "total_steps",
-    "num_train_epochs": "total_epochs",
-    "output_dir": "run_dir",
-    "model_name_or_path": "path",
-    "max_grad_norm": "clip_grad",
-    "logging_steps": "console_every",
-}
-
-
-def unknown_key_error(name: str, source: str, fields: Mapping[str, FieldInfo], aliases: Iterable[str]) -> UserError:
-    """Return the error for an unknown setting, named at `source`; it suggests close names of `fields` and `aliases`."""
-    known = [*fields, *aliases]
-    leaf = name.rpartition(".")[2]
-    meant = leaf_candidates(_SYNONYMS.get(leaf, leaf), fields)
-    meant.sort(key=lambda full: full.partition(".")[0] != name.partition(".")[0])  # of its own section first
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    leaves = {known_name.rpartition(".")[2] for known_name in fields}
-    close_leaves = difflib.get_close_matches(leaf, sorted(leaves), n=2, cutoff=0.6)
-    by_leaf = [full for close_leaf in close_leaves for full in leaf_candidates(close_leaf, fields)]
-    suggestions = list(dict.fromkeys([*meant, *close, *by_leaf]))[:4]
-    suggestions = difflib.get_close_matches(f"--{name}", _FLAGS, n=1, cutoff=0.8) or suggestions
-    hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else "see --help for all settings"
-    hint = NOT_SERVED.get(leaf, hint)
-    if name.startswith("algorithm.options."):
-        hint += " options are declared by the files of algorithm.plugins"
-    return UserError(
-        f"unknown setting {name!r}",
-        source=source,
-        expected=f"a setting of the sections {', '.join(dict.fromkeys(info.section for info in fields.values()))}",
-        hint=hint,
-    )
-
-
 PREFIX = "algorithm.options"
 # Name that a plugin registers -> the dataclass of its options.
 OPTIONS: dict[str, type] = {}
-
-
-def check_options(name: str, options: type, place: str) -> None:
-    """Refuse an invalid dataclass of a plugin's options, registered at `place` (file:line).
-
-    Raises:
-        UserError: no frozen dataclass, a field without a default or of an unsupported type, a default of another type,
-            or a name that has other options already.
-    """
-    declared: Any = options if isinstance(options, type) and dataclasses.is_dataclass(options) else None
-    if declared is None or not declared.__dataclass_params__.frozen:
-        raise UserError(
-            f"the options of {name!r} are {getattr(options, '__name__', options)}",
-            source=place,
-            expected="a frozen dataclass",
-            hint="write @dataclass(frozen=True) above the class, and give options= the class itself",
-        )
-    if OPTIONS.get(name, options) is not options:
-        raise UserError(
-            f"{PREFIX}.{name} is declared already",
-            source=place,
-            expected="one set of options for a name",
-            hint="choose another name, or give both the same class",
-        )
-    for info in read_fields(options, f"{PREFIX}.{name}").values():
-        if info.required:
-            raise UserError(
-                f"{info.name} has no default",
-                source=place,
-                expected="a default for every option",
-                hint=f"write {info.leaf.rpartition('.')[2]}: TYPE = DEFAULT",
-            )
-        if not (info.choices or info.kind in SIMPLE_TYPES):
-            raise UserError(
-                f"{info.name} has the type {getattr(info.annotation, '__name__', info.annotation)}",
-                source=place,
-                expected="int, float, bool, str, list of str, int or float, or Literal, each alone or with | None",
-                hint="declare it with one of these types",
-            )
-        coerce(info, info.default, place)
-    options()  # an exception of its own checks on the defaults is the error of the import
 
 
 def list_options() -> dict[str, FieldInfo]:
@@ -364,34 +277,6 @@ def list_options() -> dict[str, FieldInfo]:
     return {
         key: info for name, options in OPTIONS.items() for key, info in read_fields(options, f"{PREFIX}.{name}").items()
     }
-
-
-def build_options(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """Build the options of every registered plugin: plugin name -> instance of its options dataclass.
-
-    Args:
-        values: checked values by full name; missing ones get their defaults.
-        sources: full name -> place of each value, for errors.
-
-    Raises:
-        UserError: the dataclass itself refuses the values, in its `__post_init__`.
-    """
-    built = {}
-    for name, options in OPTIONS.items():
-        given = {key: values[key] for key in read_fields(options, f"{PREFIX}.{name}") if key in values}
-        try:
-            built[name] = options(**{key.rpartition(".")[2]: value for key, value in given.items()})
-        except UserError:
-            raise
-        except Exception as error:
-            places = ", ".join(f"{key} ({sources[key]})" for key in given)
-            raise UserError(
-                f"{', '.join(f'{key} = {value!r}' for key, value in given.items())}: {error}",
-                source=places,
-                expected=f"what {options.__name__} accepts",
-                hint="see --help for the plugin's options",
-            ) from error
-    return built
 
 
 def find_options(config: AlgorithmConfig, name: str) -> Any:

@@ -1,28 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A config in readable form: dict, YAML, and the text of `--help`."""
+"""A config in readable form: dict, YAML, and values as a recipe spells them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
-import textwrap
 from typing import Any
 
 import yaml
 
-from megatron_rl.config.fields import list_fields, list_options, section_classes
 from megatron_rl.config.schema import ACTOR_DECIDES, RunConfig
 
 WIDTH = 100  # of texts in columns
-_SYNTAX = """\
-Settings are given in the recipe (nested sections) and on the command line, which wins:
-  section.key=value               actor.lr=1e-6   data.train_files=[a.jsonl,b.jsonl]
-  --section.key value             --actor.sequence_parallel   (a flag without a value means true)
-  --leaf value, as in Megatron    --lr 1e-6   (a leaf of several sections needs its section)
-  verl's names                    actor_rollout_ref.rollout.n=8   (list below)
-  TRL's names                     num_generations=8   (docs/migrating.md)
-"""
 
 
 def config_to_dict(cfg: RunConfig) -> dict[str, dict[str, Any]]:
@@ -60,23 +50,6 @@ class _Dumper(yaml.SafeDumper):
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
-
-
-def format_help() -> str:
-    """Return every setting with its type, default, unit and meaning, imported plugins included."""
-    fields = list_fields() | list_options()
-    blocks = [_SYNTAX]
-    for section, section_class in section_classes().items():
-        doc = (section_class.__doc__ or "").strip().splitlines()[0]
-        lines = [f"[{section}]  {doc}"]
-        for info in fields.values():
-            if info.section == section:
-                default = "required" if info.required else f"default: {render(info.default)}"
-                unit = f"  [{info.unit}]" if info.unit else ""
-                lines.append(f"  {info.name}  ({info.describe_type()}; {default}){unit}")
-                lines += [f"      {line}" for line in textwrap.wrap(info.doc, WIDTH - 6)]
-        blocks.append("\n".join(lines) + "\n")
-    return "\n".join(blocks)
 
 
 def render(value: Any) -> str:

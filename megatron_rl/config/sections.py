@@ -308,15 +308,6 @@ def reduce_weights(weights: Sequence[float]) -> list[int]:
     return [share // math.gcd(*whole) for share in whole]
 
 
-_HISTORY = "not served: a token's probability would depend on which tokens came before, by a rule that training lacks"
-_FORBIDDEN = "not served: it forbids tokens, and which ones is not recorded for training"
-# Settings of samplers that users look for, and why they are missing (docs/sampling.md).
-NOT_SERVED = {
-    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _HISTORY),
-    **dict.fromkeys(("logit_bias", "bad_words", "structured_outputs"), _FORBIDDEN),
-}
-
-
 @dataclass(frozen=True)
 class ValidationSampling:
     """Sampling of one validation set."""

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.checked import Mistakes
-from megatron_rl.config.fields import FieldInfo, leaf_candidates, unknown_key_error
+from megatron_rl.config.fields import FieldInfo
 from megatron_rl.types import UserError
 
 # Layers: a setting of a higher layer replaces one of a lower layer.
@@ -187,8 +187,11 @@ def _flag_name(flag: str, fields: Mapping[str, FieldInfo], aliases: Callable[[],
     name = flag[2:].replace("-", "_")
     if "." in name:
         return name
-    candidates = leaf_candidates(name, fields) or ([name] if name in aliases().alias_names() else [])
+    candidates = [full for full in fields if full.endswith(f".{name}")]
+    candidates = candidates or ([name] if name in aliases().alias_names() else [])
     if not candidates:
+        from megatron_rl.config.suggestions import unknown_key_error
+
         raise unknown_key_error(name, "command line", fields, aliases().alias_names())
     if f"actor.{name}" in candidates:  # Megatron's flags describe the model that is trained
         candidates = [full for full in candidates if full.partition(".")[0] not in _ROLES_LIKE_THE_ACTOR]

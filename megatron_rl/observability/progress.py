@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import sys
 import threading
 import time
@@ -270,9 +269,6 @@ class _Remaining(ProgressColumn):
 
 
 LOGGER_NAME = "megatron_rl"
-_TAIL_BYTES = 1 << 16
-# Time, level and text of a log line, or level and text of the report that ends a job.
-_WARNING = re.compile(r"(?:([\d-]+ [\d:]+),\d+ rank\d+ (WARNING|ERROR|CRITICAL) \S+|(error)): (.*)")
 
 
 class _ConsoleHandler(logging.Handler):
@@ -306,29 +302,6 @@ class _FileHandler(logging.FileHandler):
 def log_path(run_dir: Path, rank: int) -> Path:
     """Return the path of a rank's log."""
     return Path(run_dir) / "logs" / f"rank{rank}.log"
-
-
-def read_warnings(path: Path, most: int) -> list[dict[str, str | None]]:
-    """Return time, level and text of the last warnings and errors of a log, the newest first, without alarms."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").split("\n")
-    except OSError:
-        return []
-    found: list[dict[str, str | None]] = []
-    is_open = False
-    for line in lines:
-        if match := _WARNING.match(line):
-            time, level, report, text = match.groups()
-            is_open = not text.startswith("health: ")
-            if is_open:
-                found.append({"time": time, "level": (level or report).lower(), "text": text})
-        elif is_open and line.startswith("  "):
-            found[-1]["text"] = f"{found[-1]['text']}\n{line}"
-        else:
-            is_open = False
-    return found[-most:][::-1]
 
 
 def open_rank_log(run_dir: Path, rank: int) -> logging.Logger:

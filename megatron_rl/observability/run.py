@@ -48,7 +48,6 @@ from megatron_rl.observability.progress import (
     close_rank_log,
     log_path,
     open_rank_log,
-    read_warnings,
 )
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.types import UserError
@@ -230,6 +229,8 @@ class Run:
 
     def _describe_now(self) -> dict[str, Any]:
         """Return the status page's data that change within a step (phase, times, warnings), and the config."""
+        from megatron_rl.observability.status import read_warnings
+
         phase, seconds = self.timers.current()
         pace, rollout = self._pace, self._rollout
         return {

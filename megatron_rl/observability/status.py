@@ -15,6 +15,7 @@ import ipaddress
 import json
 import logging
 import math
+import re
 import secrets
 import socket
 import socketserver
@@ -47,6 +48,10 @@ CHARTS = (
     "learning rate", "engine against trainer", "explained variance", "load of the busiest expert", "dead experts",
     "entropy of routers", "staleness", "busy engines",
 )  # fmt: skip
+
+_TAIL_BYTES = 1 << 16
+# Time, level and text of a log line, or level and text of the report that ends a job.
+_WARNING = re.compile(r"(?:([\d-]+ [\d:]+),\d+ rank\d+ (WARNING|ERROR|CRITICAL) \S+|(error)): (.*)")
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -210,6 +215,29 @@ class _Ranks:
             "has_left": beat.is_closed,
             "memory": beat.memory,
         }
+
+
+def read_warnings(path: Path, most: int) -> list[dict[str, str | None]]:
+    """Return time, level and text of the last warnings and errors of a log, the newest first, without alarms."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return []
+    found: list[dict[str, str | None]] = []
+    is_open = False
+    for line in lines:
+        if match := _WARNING.match(line):
+            time, level, report, text = match.groups()
+            is_open = not text.startswith("health: ")
+            if is_open:
+                found.append({"time": time, "level": (level or report).lower(), "text": text})
+        elif is_open and line.startswith("  "):
+            found[-1]["text"] = f"{found[-1]['text']}\n{line}"
+        else:
+            is_open = False
+    return found[-most:][::-1]
 
 
 def thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

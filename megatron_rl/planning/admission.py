@@ -13,7 +13,7 @@ from megatron_rl.config.batch_plan import BatchPlan, divisors
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.planning.cluster import GIB, Cluster, Job, build_job, check_layout
+from megatron_rl.planning.cluster import GIB, Cluster, Job, build_job
 from megatron_rl.planning.communication import (
     ACROSS,
     Assumptions,
@@ -23,6 +23,7 @@ from megatron_rl.planning.communication import (
     predict_step,
 )
 from megatron_rl.planning.memory import MemoryPhase, RankMemory, compute_memory, find_smallest_cache
+from megatron_rl.planning.role_layouts import check_layout
 from megatron_rl.types import UserError
 from megatron_rl.weights.config_checks import read_json
 from megatron_rl.weights.families import Head, ModelShape

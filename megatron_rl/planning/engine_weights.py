@@ -12,7 +12,8 @@ from functools import lru_cache
 
 from megatron_rl.config.schema import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.cluster import DTYPE_BYTES, Job
+from megatron_rl.planning.cluster import Job
+from megatron_rl.planning.role_layouts import DTYPE_BYTES
 from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters
 from megatron_rl.weights.families import ModelShape

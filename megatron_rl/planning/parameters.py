@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig, TrainedConfig
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.cluster import DTYPE_BYTES
+from megatron_rl.planning.role_layouts import DTYPE_BYTES
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape, is_layer_matrix
 from megatron_rl.weights.megatron_layout import (

@@ -23,9 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from megatron_rl.config.batch_plan import BatchPlan, SftPlan
 from megatron_rl.config.checked import Mistakes
-from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
+from megatron_rl.config.rendering import config_to_dict, dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.run.loading import LoadedConfig, load_config, read_settings
 from megatron_rl.types import (
@@ -39,7 +38,11 @@ from megatron_rl.types import (
 )
 
 if TYPE_CHECKING:
+    from megatron_rl.config.batch_plan import BatchPlan
+    from megatron_rl.config.sft_plan import SftPlan
     from megatron_rl.run.inputs import RlInputs, SftInputs
+
+    Plan = BatchPlan | SftPlan
 
 _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [section.key=value ...]
 
@@ -59,9 +62,6 @@ _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [sec
 """
 
 _PATIENCE_SECONDS = 20.0
-
-
-Plan = BatchPlan | SftPlan
 
 
 def run_command(
@@ -89,7 +89,7 @@ def run_command(
     """
     if "--help" in argv or "-h" in argv:
         _import_plugins(argv)
-        from megatron_rl.compat.aliases import format_names
+        from megatron_rl.compat.aliases import format_help, format_names
 
         usage = _USAGE.format(name=name, description=description)
         _say("\n".join((usage, format_help(), format_names())))

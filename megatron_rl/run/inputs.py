@@ -23,7 +23,7 @@ from megatron_rl.algorithms.catalog import (
     find_policy_loss,
 )
 from megatron_rl.checkpoint.side_files import find_model_files
-from megatron_rl.config.batch_plan import BatchPlan, SftPlan
+from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
@@ -39,6 +39,7 @@ from megatron_rl.types import Rollout, UserError
 if TYPE_CHECKING:  # a dry run imports no torch
     from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.engines.protocol import EngineMaker
+    from megatron_rl.config.sft_plan import SftPlan
     from megatron_rl.planning.cluster import Cluster
     from megatron_rl.training.setup import RoleSetup
 
@@ -293,6 +294,8 @@ def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
 
 def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
     """Read and check the model and the examples (UserError if any is wrong)."""
+    from megatron_rl.config.sft_plan import SftPlan
+
     SftPlan.build(config, world_size)
     _check_paths(config)
     find_loss_aggregation(config.algorithm.loss_agg_mode)

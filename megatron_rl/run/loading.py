@@ -3,7 +3,7 @@
 
 The path of a setting: read with its place (`sources.py`), references `${section.key}` resolved, plugins imported (they
 declare settings, `fields.py`), verl names translated (`compat/aliases.py`), the recipe overridden by the command
-line, types checked (`fields.py`), settings without effect set aside (`idle.py`), combinations checked (`checks.py`).
+line, types checked (`fields.py`), settings without effect set aside and combinations checked (`checks.py`).
 torch is not imported, so that a dry run starts at once.
 """
 
@@ -18,19 +18,18 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.checked import Mistakes
-from megatron_rl.config.checks import check_config
+from megatron_rl.config.checks import check_config, put_aside
 from megatron_rl.config.fields import (
+    OPTIONS,
     PREFIX,
     TEACHERS,
     FieldInfo,
-    build_options,
     build_section,
     coerce,
     list_fields,
     list_options,
     section_classes,
 )
-from megatron_rl.config.idle import put_aside
 from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.config.sections import MISSING
 from megatron_rl.config.sources import RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
@@ -149,8 +148,11 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     make_teacher = classes.pop(TEACHERS)
     sections = {name: build_section(declaration, name, values) for name, declaration in classes.items()}
     sections[TEACHERS] = {name: build_section(make_teacher, f"{TEACHERS}.{name}", values) for name in teachers}
-    with mistakes.collect():
-        sections["algorithm"] = replace(sections["algorithm"], options=build_options(values, sources))
+    if OPTIONS:
+        from megatron_rl.config.plugin_options import build_options
+
+        with mistakes.collect():
+            sections["algorithm"] = replace(sections["algorithm"], options=build_options(values, sources))
     config, idle = put_aside(RunConfig(**sections), sources)
     config, more = put_aside(config.share_settings(), sources)
     check_config(config, sources, mistakes)

@@ -22,7 +22,7 @@ from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.extension.registry import find_engine, name_engines
 from megatron_rl.extension.user_code import load_plugins
 from megatron_rl.parallel.layout import ParallelLayout, check_context_parallel
-from megatron_rl.planning.cluster import DTYPE_BYTES, check_layout
+from megatron_rl.planning.role_layouts import DTYPE_BYTES, check_layout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape

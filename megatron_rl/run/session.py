@@ -20,7 +20,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import describe_engine
 from megatron_rl.models.gpt import choose_transformer_impl
 from megatron_rl.parallel.collectives import Process, gather_objects, init_distributed, memory_in_use, open_store, world
-from megatron_rl.planning.cluster import find_cluster, find_host
+from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.run.building import RunSinks, group_timeout, launched_sizes
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.command_line import end_program_on_errors
@@ -84,7 +84,11 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
     """Read and check inputs (UserError on every rank alike); `trainer.debug_rank` then waits for its debugger."""
     config = parts.enter(config)
     world_size, ranks_per_node = launched_sizes()
-    cluster, chosen = find_cluster(world_size, ranks_per_node), []
+    memory, cluster, chosen = find_gpu_memory(), None, []
+    if memory is not None:
+        from megatron_rl.planning.cluster import find_cluster
+
+        cluster = find_cluster(world_size, ranks_per_node, memory)
     if config.layout.mode == "auto":
         if parts.choose_layout is None:
             raise UserError(
@@ -93,6 +97,8 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
                 expected="from_hf_config(..., choose_layout=tools.planning.automatic.choose_layout)",
                 hint="or give the layout: tools/plan.py prints the settings of the fastest that fit",
             )
+        from megatron_rl.planning.cluster import find_host
+
         here = cluster or find_host(world_size, ranks_per_node)
         config, chosen = parts.choose_layout(config, resolve(config), here, recipe)
     if cluster is not None and config.trainer.check_memory:

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from megatron_rl.algorithms.aggregation import aggregate, build_ledger
-from megatron_rl.config.batch_plan import BatchPlan, SftPlan
 from megatron_rl.config.fields import find_options
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
@@ -22,6 +21,10 @@ from megatron_rl.samples.microbatches import MicrobatchPlan, microbatch_sizes, p
 from megatron_rl.samples.prefix import SharedPrefixes, is_repeated, share_prompts
 from megatron_rl.samples.table import Headers
 from megatron_rl.types import Branch, LossLedger, RouteShape
+
+if TYPE_CHECKING:
+    from megatron_rl.config.batch_plan import BatchPlan
+    from megatron_rl.config.sft_plan import SftPlan
 
 FetchBranches = Callable[[Holders], Mapping[int, Branch]]
 

@@ -45,7 +45,7 @@ class Routing:
         mine, counts = self.shard(rows.start, rows.stop), None if microbatch.flipped is None else self._counts
         counted = None if counts is None else microbatch.computed(microbatch.loss_mask)[mine]
         if microbatch.slices[0].computed is not None:
-            assert microbatch.replayed_routes is None and microbatch.routes_used is None, "config/idle.py"
+            assert microbatch.replayed_routes is None and microbatch.routes_used is None, "put_aside resets the setting"
             return RowRoutes(counted=counted, counts=counts)
 
         columns = microbatch.replayed_routes, microbatch.routes_used, microbatch.flipped

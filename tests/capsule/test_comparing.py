@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.capsule.fingerprints import Fingerprints, fingerprint_pieces
-from megatron_rl.capsule.recorder import Section, Values, encode_sections
+from megatron_rl.capsule.recorder import Fingerprints, Section, Values, encode_sections, fingerprint_pieces
 from megatron_rl.checkpoint.pieces import Piece
 from tools.replay.comparing import Row, compare_sections, find_first, format_report, make_report
 from tools.replay.recording import decode_sections

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.capsule.fingerprints import (
+from megatron_rl.capsule.recorder import (
     Fingerprints,
     fingerprint_pieces,
     sample_places,

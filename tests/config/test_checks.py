@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.batch_plan import SftPlan
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig
+from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 

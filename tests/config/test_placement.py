@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.batch_plan import BatchPlan, SftPlan
+from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.placement import PlacementConfig
 from megatron_rl.config.schema import (
     ActorConfig,
@@ -20,6 +20,7 @@ from megatron_rl.config.schema import (
     TrainerConfig,
 )
 from megatron_rl.config.sections import ServerConfig
+from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.run.models import resolve
 from megatron_rl.types import UserError
 

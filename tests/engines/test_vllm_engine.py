@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config.rollout_checks import REFUSED
+from megatron_rl.config.feature_checks import REFUSED
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import build_engine, describe_engine
 from megatron_rl.engines.protocol import EngineSpec

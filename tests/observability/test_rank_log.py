@@ -11,8 +11,9 @@ import pytest
 
 from megatron_rl.config.schema import ObservabilityConfig
 from megatron_rl.observability.metrics import Sink
-from megatron_rl.observability.progress import LOGGER_NAME, close_rank_log, open_rank_log, read_warnings
+from megatron_rl.observability.progress import LOGGER_NAME, close_rank_log, open_rank_log
 from megatron_rl.observability.run import Run
+from megatron_rl.observability.status import read_warnings
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,8 @@ import pytest
 
 from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS
 from megatron_rl.planning.admission import check_fits, find_shape, read_job
-from megatron_rl.planning.cluster import Cluster, describe_cluster, find_cluster
+from megatron_rl.planning.cluster import GIB, Cluster, describe_cluster
+from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import resolve
 from megatron_rl.types import UserError
@@ -82,7 +83,7 @@ def test_start_on_gpus_refuses(
     model.mkdir()
     (model / "config.json").write_bytes(find_shape(str(model), RECIPE).read_bytes())
     monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setattr("megatron_rl.run.session.find_cluster", lambda *_: describe_cluster(8, 80))
+    monkeypatch.setattr("megatron_rl.run.session.find_gpu_memory", lambda: 80 * GIB)
     arguments = [f"model.path={model}", f"trainer.check_memory={str(is_checked).lower()}", *ONE_STAGE]
     assert start(arguments, monkeypatch) == 2
     error = capsys.readouterr().err
@@ -94,7 +95,7 @@ def test_without_gpus_nothing_is_checked() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there are GPUs here")
-    assert find_cluster(8, 8) is None
+    assert find_gpu_memory() is None
 
 
 def test_cluster_by_its_size() -> None:

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from megatron_rl.config.batch_plan import SftPlan
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.planning.admission import list_candidates, read_job
 from megatron_rl.planning.cluster import Job, describe_cluster, find_host
 from megatron_rl.planning.communication import Assumptions

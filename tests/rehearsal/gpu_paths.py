@@ -45,6 +45,7 @@ from megatron_rl.models import attention_backends
 from megatron_rl.parallel.collectives import Process, current_device, init_distributed, memory_in_use
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.planning.cluster import find_cluster
+from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import check_bitwise
 from megatron_rl.training.fast_path import find_fast_paths
@@ -104,8 +105,9 @@ def random_states() -> bool:
 
 def cluster() -> list[int]:
     """Return the cluster of a plan."""
-    found = find_cluster(8, 4)
-    assert found is not None
+    memory = find_gpu_memory()
+    assert memory is not None
+    found = find_cluster(8, 4, memory)
     return [found.nodes, found.gpus_per_node, found.memory_bytes]
 
 

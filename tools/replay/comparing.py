@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.capsule.fingerprints import Fingerprints, sample_places
-from megatron_rl.capsule.recorder import Section, Values
+from megatron_rl.capsule.recorder import Fingerprints, Section, Values, sample_places
 from megatron_rl.transfer.certificate import view_bits
 
 ReadTensor = Callable[[str, str], torch.Tensor]  # (section, logical tensor) -> value in the state's files

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.capsule.fingerprints import Fingerprints, fingerprint_pieces
-from megatron_rl.capsule.recorder import Section, Values
+from megatron_rl.capsule.recorder import Fingerprints, Section, Values, fingerprint_pieces
 from megatron_rl.checkpoint.pieces import STATE_PREFIX, Piece, make_weight_pieces
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.parallel.collectives import world

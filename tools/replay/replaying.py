@@ -14,8 +14,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from megatron_rl.capsule.fingerprints import Fingerprints
-from megatron_rl.capsule.recorder import CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE, Section
+from megatron_rl.capsule.recorder import CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE, Fingerprints, Section
 from megatron_rl.checkpoint.directory import find_problems, find_problems_together, read_manifest
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state

@@ -198,7 +198,7 @@ class VllmEngine:
         del self._keys[_short(name)]
         kept = None
         if request.sampling.is_truncated:
-            assert self._kept is not None, "config.rollout_checks refuses it"
+            assert self._kept is not None, "config.feature_checks refuses it"
             kept = self._kept.take(str(key), len(request.tokens), len(token_ids))
         routes = None if self._routes is None else self._routes.take(name, len(request.tokens) + len(token_ids))
         tokens, picked = np.array(token_ids, np.int32), np.full(len(logprobs), np.nan, np.float32)

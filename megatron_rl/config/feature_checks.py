@@ -1,12 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a config about generation, and the arguments of vLLM's `EngineArgs` that are refused."""
+"""Checks of features that are off by default, and the arguments of vLLM's `EngineArgs` that are refused.
+
+`checks.py` imports this module if a config uses one of them.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from typing import Any
 
 from megatron_rl.config.checked import CheckedConfig
+from megatron_rl.config.schema import FULLY_SHARDED, TRAINED
+from megatron_rl.config.sections import LONGEST_PERIOD, reduce_weights
 from megatron_rl.extension.registry import name_engines
+
+
+def check_features(config: CheckedConfig) -> None:
+    """Record the mistakes in the settings of features that are off by default."""
+    config.apply(_check_validation_sets)
+    for rule in (_check_step_mode, _check_quantization):
+        for section in TRAINED:
+            config.apply(rule, section)
+    for rule in _RULES:
+        config.apply(rule)
+
 
 # Reason -> names of the arguments; every other argument passes.
 _REASONS = {
@@ -56,6 +74,129 @@ _REASONS = {
 REFUSED: Mapping[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
 
+def _check_weights(config: CheckedConfig) -> None:
+    name, weights, files = "data.weights", config.get("data.weights"), config.get("data.train_files")
+    if weights is None:
+        return
+    is_right = config.require(
+        len(weights) == len(files),
+        name,
+        f"has {len(weights)} numbers for {len(files)} files",
+        expected="a number per file of data.train_files, in their order",
+        hint="a file without prompts in the mixture is left out of both",
+    )
+    is_right &= config.require(
+        min(weights, default=1) > 0,
+        name,
+        "has a number that is not positive",
+        expected="> 0",
+        hint="leave the file out",
+    )
+    period = sum(reduce_weights(weights)) if is_right else 0
+    config.require(
+        period <= LONGEST_PERIOD,
+        name,
+        f"repeats after {period} prompts",
+        expected=f"numbers whose proportions repeat within {LONGEST_PERIOD} prompts",
+        hint="write fewer digits; they need not add up to 1: [2, 1] for thirds",
+    )
+
+
+def _check_pass_rates(config: CheckedConfig) -> None:
+    bounds = config.get("data.pass_rate_range")
+    config.require(
+        len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] <= 1,
+        "data.pass_rate_range",
+        "is no range",
+        expected="two numbers from 0 to 1, the smaller one first",
+        hint="[0.1, 0.9] leaves out what is hardly ever or nearly always right",
+    )
+
+
+def _check_step_mode(config: CheckedConfig, section: str) -> None:
+    """Check the settings that fixed shapes and CUDA graphs restrict; `training/step.py` checks for a GPU."""
+    mode, budget = config.get(f"{section}.step_mode"), config.get(f"{section}.max_tokens_per_microbatch")
+    if mode == "eager":
+        return
+    sizes = config.get("actor.bucket_tokens")
+    config.require(
+        not sizes or (min(sizes) > 0 and max(sizes) >= budget),
+        "actor.bucket_tokens",
+        f"has no bucket for a microbatch of {section}.max_tokens_per_microbatch = {budget} tokens",
+        expected=f"sizes above 0, the largest at least {budget}",
+        hint=f"add {budget} to the list",
+    )
+    if mode != "graph":
+        return
+    routes = "how many tokens experts of other ranks get depends on the routes, and the host reads it"
+    uncaptured: dict[str, tuple[Any, str]] = {"expert_model_parallel_size": (1, routes)}
+    if config.get(f"{section}.pipeline_model_parallel_size") > 1:
+        uncaptured["overlap_grad_reduce"] = False, "the reduction during the backward of a pipeline stage"
+        if config.get(f"{section}.virtual_pipeline_model_parallel_size") != 1:
+            uncaptured["virtual_pipeline_model_parallel_size"] = None, "microbatches of an interleaved schedule"
+    graph, static = f"{section}.step_mode = 'graph'", f"{section}.step_mode=static: the same step without capture"
+    for leaf, (value, what) in uncaptured.items():
+        config.allow(f"{section}.{leaf}", value, f"is not captured yet ({what}): {graph} cannot take it", static)
+    for leaf in ("offload_gradients", "offload_optimizer"):
+        config.allow(f"{section}.{leaf}", False, f"moves memory that the graphs of {graph} have captured", static)
+
+
+def _check_quantization(config: CheckedConfig, section: str) -> None:
+    """Refuse four-bit weights without adapters, or with a separate (unquantized) reference of the same model."""
+    name = f"{section}.quantization"
+    if config.get(name) == "none":
+        return
+    config.require(
+        config.get(f"{section}.lora.rank") > 0,
+        name,
+        "without adapters: there would be nothing to train",
+        expected=f"{section}.lora.rank above 0",
+        hint=f"set {section}.lora.rank=16",
+    )
+    is_shared = config.get("placement.reference") == config.get("placement.actor")
+    is_own = config.get("reference.path") not in (None, config.get("model.path"))
+    config.require(
+        section != "actor" or is_shared or is_own or config.get("algorithm.kl_coef") == 0,
+        "placement.reference",
+        "differs from placement.actor, with actor.quantization: a reference of its own is not quantized, and so "
+        "another model than the actor starts from",
+        expected="the ranks of the actor",
+        hint="leave placement.reference out, or give both the same ranks",
+    )
+
+
+def _check_zero_stages(config: CheckedConfig) -> None:
+    """Refuse settings that do not work with weights sharded over DP (`zero_stage` 3)."""
+    for section in (*TRAINED, "reward_model", *(f"teachers.{teacher}" for teacher in config.config.teachers)):
+        cause = f"{section}.zero_stage={FULLY_SHARDED}"
+        if section in TRAINED:
+            config.exclude(
+                cause,
+                (f"{section}.step_mode", "eager", "weights are gathered for every layer, at other addresses"),
+                (f"{section}.optimizer", "adam", "Muon's momentum is exchanged through the gradient buffers of ZeRO-1"),
+                (f"{section}.overlap_grad_reduce", False, "gradients are always reduced during the backward"),
+                (f"{section}.lora.rank", 0, "adapters are trained on weights that every rank has"),
+            )
+        if section != "critic":
+            frozen = "reference" if section == "actor" else section  # the reference has the actor's layout
+            config.exclude(cause, (f"{frozen}.offload", False, "the ranks share these weights already"))
+    config.require(
+        config.get("actor.zero_stage") != FULLY_SHARDED or not config.supports("is_actor"),
+        "rollout.engine",
+        "runs the actor's modules, whose weights are in parts with actor.zero_stage = 3",
+        expected="an engine with weights of its own",
+        hint="choose another rollout.engine, or set actor.zero_stage=1",
+    )
+
+
+def _check_layers(config: CheckedConfig) -> None:
+    """Refuse updates of router biases with adapters, and settings that do not work with training of the MTP layer."""
+    config.exclude("actor.lora.rank", ("actor.router_bias_rate", 0, "the weights of the model stay as they are"))
+    why = "its layer is trained beside the policy's whole weights, microbatch by microbatch"
+    needed = (("actor.step_mode", "eager"), ("actor.lora.rank", 0), ("actor.zero_stage", 1))
+    config.exclude("actor.mtp_lr", *((name, value, why) for name, value in needed))
+
+
 def _check_engine(config: CheckedConfig) -> None:
     """Refuse settings that the engine does not support."""
     supports, engine = config.supports, config.get("rollout.engine")
@@ -66,14 +207,6 @@ def _check_engine(config: CheckedConfig) -> None:
         ("min_tokens", "rollout.min_tokens", 0, "which does not hold stop tokens back"),
     ):
         config.apply(CheckedConfig.need, ability, name, value, why)
-    sizes = {1, config.get("actor.tensor_model_parallel_size") if supports("is_actor") else 1}
-    config.require(
-        config.get("rollout.tensor_model_parallel_size") in sizes or supports("tensor_parallel"),
-        "rollout.tensor_model_parallel_size",
-        f"is not supported by rollout.engine = {engine!r}",
-        expected=" or ".join(map(str, sorted(sizes))),
-        hint=f"leave it out, or set rollout.engine={name_engines('tensor_parallel')}",
-    )
     config.require(
         config.get("actor.expert_tensor_parallel_size") in (None, config.get("actor.tensor_model_parallel_size"))
         or not supports("is_actor"),
@@ -173,7 +306,7 @@ def _check_precision(config: CheckedConfig) -> None:
         )
 
 
-def check_validation_sets(config: CheckedConfig) -> None:
+def _check_validation_sets(config: CheckedConfig) -> None:
     """Check the settings of single validation sets; their names are checked when the prompts are read."""
     bounds = {
         "n": lambda value: isinstance(value, int) and value >= 1,
@@ -351,7 +484,80 @@ def _check_bitwise(config: CheckedConfig) -> None:
         config.allow("rollout.tensor_model_parallel_size", tp_size, why, "rollout.bitwise=false")
 
 
-ROLLOUT_RULES = (
+_KIND, _CHOICE = "algorithm.distillation.kind", "algorithm.distillation.choose_by"
+
+
+def _check_teachers(config: CheckedConfig) -> None:
+    teachers = config.config.teachers
+    config.require(
+        bool(teachers) or config.get("algorithm.adv_estimator") != "distill",
+        "algorithm.adv_estimator",
+        "without a teacher: nothing would be learned",
+        expected="a teacher in the section teachers",
+        hint="set teachers.NAME.path, or choose an estimator that works on rewards",
+    )
+    for name in teachers:
+        config.require(
+            re.fullmatch(r"[\w-]+", name) is not None,
+            f"teachers.{name}.path",
+            f"belongs to a teacher with the name {name!r}",
+            expected="letters, digits, _ and -",
+            hint="the name becomes part of the names of settings and metrics",
+        )
+    for name in config.get("placement.teachers"):
+        config.require(
+            name in teachers,
+            "placement.teachers",
+            f"names {name!r}",
+            expected=f"of the section teachers: {', '.join(teachers) or 'there is none'}",
+            hint="a teacher without a place is on all ranks",
+        )
+
+
+def _check_kind(config: CheckedConfig) -> None:
+    teachers, kind, chosen_by = config.config.teachers, config.get(_KIND), config.get(_CHOICE)
+    config.require(
+        kind == "sampled" or len(teachers) < 2 or chosen_by is not None,
+        _KIND,
+        f"with {len(teachers)} teachers at once",
+        expected="sampled, whose log-probs are averaged",
+        hint="set algorithm.distillation.choose_by=data_source, so that each prompt has one teacher",
+    )
+    config.require(
+        kind != "full" or len(teachers) < 2,
+        _KIND,
+        f"with {len(teachers)} teachers: each would need its output weights beside the policy's",
+        expected="one teacher, or top_k",
+        hint="set algorithm.distillation.kind=top_k",
+    )
+    why = "tokens of the policy give the reverse divergence"
+    config.exclude(f"{_KIND}=sampled", ("algorithm.distillation.direction", "reverse", why))
+
+    values = [value for name in teachers for value in config.get(f"teachers.{name}.values") or [name]]
+    repeated = sorted({value for value in values if values.count(value) > 1})
+    config.require(
+        chosen_by is None or not repeated,
+        _CHOICE,
+        f"finds two teachers for {', '.join(repeated)}",
+        expected="one teacher for each value",
+        hint="change teachers.NAME.values",
+    )
+
+
+def _check_reset(config: CheckedConfig) -> None:
+    """Refuse `reset_every` for a reference that cannot copy the actor's weights in place."""
+    config.exclude(
+        "reference.reset_every",
+        ("reference.offload", False, "it moves the weights that are written"),
+        ("actor.lora.rank", 0, "the reference is the actor without adapters, and cannot be written"),
+        ("placement.reference", config.get("placement.actor"), "it is apart from the actor that it becomes"),
+    )
+
+
+_RULES = (
+    _check_weights,
+    _check_pass_rates,
+    _check_zero_stages,
     _check_engine,
     _check_sampling,
     _check_thinking,
@@ -361,4 +567,8 @@ ROLLOUT_RULES = (
     _check_routes,
     _check_schedule,
     _check_agents,
+    _check_layers,
+    _check_teachers,
+    _check_kind,
+    _check_reset,
 )

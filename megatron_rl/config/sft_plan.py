@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch arithmetic of supervised fine-tuning, which has one role and no rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config.batch_plan import (
+    check_data_size,
+    check_debug_rank,
+    check_longest_sequence,
+    check_ranks,
+    count_steps,
+)
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.types import UserError
+
+
+@dataclass(frozen=True)
+class SftPlan:
+    """Batch arithmetic of fine-tuning; `total_steps` is None until the data is read.
+
+    A batch is one minibatch, in which every example counts as a rollout.
+    """
+
+    world_size: int
+    dp_size: int
+    train_batch_size: int
+    max_tokens_per_microbatch: int
+    longest_sequence: int
+    max_response_length: int
+    num_examples: int | None
+    total_steps: int | None
+
+    @classmethod
+    def build(cls, cfg: RunConfig, world_size: int, num_examples: int | None = None) -> SftPlan:
+        """Derive the plan; refuse sizes that do not divide or exceed the data (UserError)."""
+        if cfg.trainer.val_only:
+            raise UserError(
+                "trainer.val_only = True, and supervised fine-tuning has no validation",
+                source="trainer.val_only",
+                expected="false",
+                hint="evaluate by tools/evaluate.py",
+            )
+        if cfg.layout.mode == "auto":
+            raise UserError(
+                "layout.mode = 'auto' in supervised fine-tuning, which the planner does not cover",
+                source="layout.mode",
+                expected="given",
+                hint="give the layout of the section actor",
+            )
+        if cfg.placement.placed:
+            raise UserError(
+                f"placement.{cfg.placement.placed[0]} in supervised fine-tuning, which has one role",
+                source=f"placement.{cfg.placement.placed[0]}",
+                expected="null",
+                hint="remove the section placement",
+            )
+        check_debug_rank(cfg, world_size)
+        dp_size = check_ranks(cfg.actor, range(world_size), "actor")
+        check_longest_sequence(cfg.data, cfg.actor, "actor")
+        check_data_size(cfg, num_examples)
+        return cls(
+            world_size=world_size,
+            dp_size=dp_size,
+            train_batch_size=cfg.data.train_batch_size,
+            max_tokens_per_microbatch=cfg.actor.max_tokens_per_microbatch,
+            longest_sequence=cfg.data.max_prompt_length + cfg.data.max_response_length,
+            max_response_length=cfg.data.max_response_length,
+            num_examples=num_examples,
+            total_steps=count_steps(cfg, num_examples),
+        )
+
+    @property
+    def rollouts_per_minibatch(self) -> int:
+        """Examples per optimizer step."""
+        return self.train_batch_size
+
+    def formulas(self) -> list[str]:
+        """Return each derived number with its formula."""
+        batch = self.train_batch_size
+        lines = [
+            f"dp_size = world_size / (tp * pp * cp) = {self.dp_size}",
+            f"examples per optimizer step = train_batch_size = {batch}, in microbatches of at most "
+            f"{self.max_tokens_per_microbatch} tokens per DP rank",
+        ]
+        if self.num_examples is not None and self.total_steps is not None:
+            lines.append(
+                f"epochs = total_steps * train_batch_size / examples = {self.total_steps} * {batch} / "
+                f"{self.num_examples} = {self.total_steps * batch / self.num_examples:.2f}"
+            )
+        return lines

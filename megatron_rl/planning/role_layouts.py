@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of a role from its config section, the layouts that its model refuses, and the memory of the GPUs here."""
+
+from __future__ import annotations
+
+from megatron_rl.config.run_spec import RoleSpec
+from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.types import UserError
+from megatron_rl.weights.adapters import make_adapter_shape
+from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.megatron_layout import check_shared_experts
+from megatron_rl.weights.support import check_training_layout
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def build_layout(config: LayoutConfig, world_size: int, first_rank: int = 0) -> ParallelLayout:
+    """Build the layout of a config section on `world_size` ranks.
+
+    Raises:
+        UserError: the sizes do not divide the number of ranks.
+    """
+    return ParallelLayout(
+        world_size,
+        first_rank=first_rank,
+        tp_size=config.tensor_model_parallel_size,
+        pp_size=config.pipeline_model_parallel_size,
+        vpp_size=config.virtual_pipeline_model_parallel_size or 1,
+        cp_size=config.context_parallel_size,
+        ep_size=config.expert_model_parallel_size,
+        etp_size=config.expert_tensor_parallel_size,
+    )
+
+
+def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLayout:
+    """Return a role's layout on its ranks; raise UserError if its model does not support it."""
+    layout = build_layout(role.settings, len(ranks), ranks.start)
+    check_training_layout(shape, layout, sequence_parallel=role.settings.sequence_parallel, section=role.section)
+    allowed: dict[str, list[object]] = {}
+    if shape.delta_net is not None:
+        heads = shape.delta_net.key_heads // layout.tp_size
+        allowed["context_parallel_size"] = [n for n in range(1, heads + 1) if heads % n == 0]
+    if shape.delta_net is not None or FAMILIES[shape.family].has_sinks:
+        allowed |= {"zero_stage": [1], "step_mode": ["eager", "static"]}
+    for name, values in allowed.items():
+        setting = f"{role.section}.{name}"
+        if (value := getattr(role.settings, name, values[0])) not in values:
+            raise UserError(
+                f"{setting} = {value} with a {shape.family} model",
+                source=f"{setting} and the model's config.json",
+                expected=f"one of {values}",
+                hint=f"set {setting}={values[0]}",
+            )
+    make_adapter_shape(shape, role.lora, role.section)
+    if role.is_quantized:
+        from megatron_rl.weights.nf4 import check_quantization
+
+        check_quantization(shape, layout.tp_size, role.section)
+    if shape.num_experts and role.settings.zero_stage == FULLY_SHARDED:
+        check_shared_experts(layout, shape, role.section)
+    return layout
+
+
+def find_gpu_memory() -> int | None:
+    """Return the bytes of this process's smallest local GPU; `None` without GPUs."""
+    import torch  # dry runs load no torch
+
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    return min(sizes, default=None)
