@@ -24,10 +24,10 @@ from megatron_rl.rewards.scoring import (
     LARGEST,
     RULES,
     RewardFunction,
+    Rule,
     Score,
     describe_rollout,
     list_truths,
-    load_reward_function,
     shorten,
 )
 from megatron_rl.types import SERVICE_FAILURES, Prompt, Rollout, UserError
@@ -113,8 +113,12 @@ def build_reward_plan(
             name = next(unique for unique in names if unique not in taken)
             loaded = function
             if loaded is None:
-                if not is_service(target):
-                    loaded = load_reward_function(target, setting, config.answer)
+                if target in RULES:
+                    loaded = Rule(target, config.answer)
+                elif not is_service(target):
+                    from megatron_rl.rewards.functions import load_reward_function
+
+                    loaded = load_reward_function(target, setting)
                 elif not urlsplit(target).hostname:
                     raise UserError(
                         f'"{redact(target)}" names no host',

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -141,8 +141,12 @@ class Packer:
             plans.append((range(start, stop), plan))
             metrics.append(packing_metrics(plan, own, budget, pad=pad, attention_ratio=ratio, shared=part))
             sizes += microbatch_sizes(plan, own, part)
-        padding = padding_metrics((size, pad(size)) for size in sizes) if model.buckets else {}
-        return plans, {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]} | padding
+        means = {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]}
+        if model.buckets:
+            from megatron_rl.samples.fixed_shapes import padding_metrics
+
+            means |= padding_metrics((size, pad(size)) for size in sizes)
+        return plans, means
 
     def _weigh(self, headers: Headers) -> tuple[np.ndarray, list[LossLedger]]:
         mode, constant = self.algorithm.loss_agg_mode, self.algorithm.loss_scale_factor or self.plan.max_response_length
@@ -155,18 +159,6 @@ class Packer:
     @property
     def _padding(self) -> Padding:
         return Padding(self.model.pad_multiple, self.model.buckets, self.plan.longest_sequence)
-
-
-def padding_metrics(shapes: Iterable[tuple[int, int]]) -> dict[str, float]:
-    """Compute the share of padding in total and per bucket from (real tokens, bucket size) of every microbatch."""
-    by_bucket: dict[int, list[int]] = {}
-    for real, size in shapes:
-        by_bucket.setdefault(size, []).append(real)
-    computed = sum(size * len(found) for size, found in by_bucket.items())
-    metrics = {"packing/padding_share": 1.0 - sum(map(sum, by_bucket.values())) / computed}
-    for size, found in sorted(by_bucket.items()):
-        metrics[f"packing/padding_share_{size}"] = 1.0 - sum(found) / (size * len(found))
-    return metrics
 
 
 def number_prompts(headers: Headers) -> np.ndarray:

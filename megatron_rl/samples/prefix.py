@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from megatron_rl.types import Branch
 
@@ -57,6 +56,18 @@ class SharedPrefixes:
         shared = np.minimum.reduceat(np.append(self.num_shared, 0), spans)[::2]
         shared[firsts] = 0
         return shared
+
+    def cut(self, members: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Cut each list of sequences (two or more) into parts; a part has a longer common prefix than its list.
+
+        Returns the bounds of the parts in `members`, and the length of each list's common prefix.
+        """
+        saved = self.measure(members, bounds[:-1])
+        saved[bounds[:-1]] = np.iinfo(np.int64).max
+        common = np.minimum.reduceat(saved, bounds[:-1])
+        is_first = saved == np.repeat(common, np.diff(bounds))
+        is_first[bounds[:-1]] = True
+        return np.append(np.flatnonzero(is_first), len(members)), common
 
     def part(self, start: int, stop: int) -> SharedPrefixes:
         """Return the shared prefixes of the sequences [start, stop), renumbered from `start`."""
@@ -143,16 +154,3 @@ def move_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to a tensor on the device; copies to a GPU are asynchronous."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def pad_segment_keys(keys: SegmentKeys, num_segments: int, num_keys: int, max_prefixed: int) -> SegmentKeys:
-    """Pad to `num_segments` segments and `num_keys` keys; the last segment, without queries, owns the padding.
-
-    Args:
-        max_prefixed: the result's `max_seqlen`.
-    """
-    count, room = len(keys.index), num_segments + 1 - len(keys.cu_seqlens)
-    assert room > 0 and num_keys >= count and keys.max_seqlen <= max_prefixed
-    cu_seqlens = F.pad(keys.cu_seqlens, (0, room), value=count)
-    cu_seqlens[-1] = num_keys
-    return SegmentKeys(F.pad(keys.index, (0, num_keys - count), value=-1), cu_seqlens, max_prefixed)
