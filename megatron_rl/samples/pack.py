@@ -19,7 +19,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.samples.fetch import Holders
 from megatron_rl.samples.microbatches import MicrobatchPlan, microbatch_sizes, packing_metrics, plan_microbatches
-from megatron_rl.samples.prefix import SharedPrefixes, is_repeated, share_prompts
+from megatron_rl.samples.prefix import SharedPrefixes, share_prompts
 from megatron_rl.samples.table import Headers
 from megatron_rl.types import Branch, LossLedger, RouteShape
 
@@ -80,7 +80,9 @@ class Packer:
         """Plan all DP replicas' microbatches, then fetch and pack the sequences of this replica; collective."""
         shared = None
         if self.config.share_prompts == "tree":
-            shared = share_branches(headers)
+            from megatron_rl.samples.branches import share_branches
+
+            shared = share_branches(headers.rows)
         elif self.config.share_prompts:
             shared = share_prompts(number_prompts(headers), headers["num_prompt_tokens"])
         plans, metrics = self._plan(headers, shared)
@@ -169,19 +171,6 @@ def number_prompts(headers: Headers) -> np.ndarray:
     """
     names = ("prompt_id", "num_prompt_tokens", "prompt_routes")
     return np.cumsum(np.any([np.diff(headers.rows[name], prepend=headers.rows[name][:1]) for name in names], axis=0))
-
-
-def share_branches(headers: Headers) -> SharedPrefixes:
-    """Share prompts between rollouts, and prefixes between the branches of a rollout: one prefix tree per prompt."""
-    rows = headers.rows
-    runs = np.cumsum(np.diff(rows["prompt_id"], prepend=rows["prompt_id"][:1]) != 0)
-    order = np.lexsort((rows["place"], rows["rollout"], -rows["num_prompt_tokens"], runs))
-    rows, runs = rows[order], runs[order]
-    has_prompt = is_repeated(runs) & is_repeated(rows["prompt_routes"])
-    num_shared = np.where(
-        is_repeated(rows["rollout"]), rows["num_shared"], np.where(has_prompt, rows["num_prompt_tokens"], 0)
-    )
-    return SharedPrefixes(np.argsort(order), num_shared.astype(np.int64), headers["num_tokens"], "prefix")
 
 
 def list_replicas(layout: ParallelLayout) -> np.ndarray:

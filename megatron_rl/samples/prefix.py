@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_rl.types import Branch
-
 
 @dataclass(frozen=True)
 class SharedPrefixes:
@@ -91,34 +89,6 @@ def share_prompts(group_of: Sequence[int] | np.ndarray, prompt_lengths: Sequence
 def is_repeated(values: np.ndarray) -> np.ndarray:
     """Return whether each value equals its predecessor, [n] bool."""
     return np.concatenate([np.zeros(min(len(values), 1), bool), values[1:] == values[:-1]])
-
-
-def arrange_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int]]:
-    """Order the branches of a rollout as a walk through their prefix tree, most prompt tokens first.
-
-    Returns:
-        The place of each branch, and the tokens that it shares with the previous place.
-    """
-    order = sorted(
-        range(len(branches)), key=lambda i: (-branches[i].num_prompt_tokens, branches[i].tokens.astype(">u4").tobytes())
-    )
-    places, num_shared = [0] * len(branches), [0] * len(branches)
-    for place, index in enumerate(order):
-        places[index] = place
-        if place:
-            num_shared[index] = _count_common(branches[order[place - 1]], branches[index])
-    return places, num_shared
-
-
-def _count_common(first: Branch, second: Branch) -> int:
-    """Count the common leading tokens with equal expert routes."""
-    length = min(len(first.tokens), len(second.tokens))
-    is_same = first.tokens[:length] == second.tokens[:length]
-    if first.routes is not None and second.routes is not None:
-        is_same = is_same & (first.routes[:length] == second.routes[:length]).all((1, 2))
-    elif first.routes is not second.routes:
-        return 0
-    return length if is_same.all() else int(is_same.argmin())
 
 
 @dataclass(frozen=True)
