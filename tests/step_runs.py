@@ -12,12 +12,12 @@ import torch
 from role_setups import make_setup, take_step
 
 from megatron_rl.algorithms.aggregation import aggregate, build_ledger
-from megatron_rl.algorithms.mismatch import compute_importance_weights
-from megatron_rl.algorithms.plugin_types import Responses
+from megatron_rl.algorithms.importance import Responses, compute_importance_weights
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.samples.batch import Buckets, Padding, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.samples.fixed_shapes import Buckets
 from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.samples.prefix import share_prompts
 from megatron_rl.training.packed_model import PackedModel

@@ -25,10 +25,12 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantages
 from megatron_rl.algorithms.aggregation import aggregate
+from megatron_rl.algorithms.catalog import CHOOSES_TOKENS
+from megatron_rl.algorithms.importance import Responses, compute_importance_weights, normalize_weights
 from megatron_rl.algorithms.kl import AdaptiveKL, compute_kl, measure_for_target
-from megatron_rl.algorithms.losses import PolicyLossInputs, choose_tokens, compute_policy_loss
-from megatron_rl.algorithms.mismatch import compute_importance_weights, normalize_weights
-from megatron_rl.algorithms.plugin_types import Responses
+from megatron_rl.algorithms.losses import compute_policy_loss
+from megatron_rl.algorithms.plugin_types import PolicyLossInputs
+from megatron_rl.algorithms.policy_losses import choose_tokens
 from megatron_rl.compat.name_groups import AGGREGATIONS, ESTIMATORS, KL_TYPES, LOSS_MODES
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.run.loading import load_config
@@ -249,11 +251,8 @@ def _compare_loss(verl: SimpleNamespace, name: str, aggregation: str, config: Al
     expected.backward()
     ours = batch.pack(batch.new).requires_grad_()
     new = batch.pack(batch.new)
-    chosen = choose_tokens(
-        PolicyLossInputs(new, new, batch.pack(batch.advantages), batch.packed_mask, batch.sequence_ids),
-        config,
-        dist.group.WORLD,
-    )
+    inputs = PolicyLossInputs(new, new, batch.pack(batch.advantages), batch.packed_mask, batch.sequence_ids)
+    chosen = choose_tokens(inputs, config, dist.group.WORLD) if config.policy_loss in CHOOSES_TOKENS else None
     assert chosen is None or 0 < chosen.sum() < batch.packed_mask.sum(), "the comparison needs both kinds of tokens"
     weights = aggregate(config.loss_agg_mode, batch.lengths.tolist(), _WIDTH).weights
     factor = len(weights) if config.loss_agg_mode == "constant" else 1

@@ -57,7 +57,8 @@ class ReplayTrainer(Trainer):
         self.run.timers.begin_step(step)
         present = self.primitives.state.roles
         resumed = restore_state(self.recorded, present, dist.group.WORLD, allow_changed=self.allow_changed)
-        self.kl.load_state_dict(resumed.state["kl"])
+        if self.kl is not None:
+            self.kl.load_state_dict(resumed.state["kl"])
         self.sections = observe_parameters(self.trained, is_input=True)
         with self.run.timers.phase("step"):
             yield step

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.data.marks import remove_guards
+from megatron_rl.data.chats import remove_guards
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import UserError
 
@@ -113,7 +113,7 @@ def render_tail(
     """Render the template's text between a reply and the next one.
 
     Returns:
-        The text, with guard characters (`data.marks`) in control tokens that are part of contents.
+        The text, with guard characters (`data.chats`) in control tokens that are part of contents.
 
     Raises:
         UserError: the template rejects the messages, or does not render contents verbatim.

@@ -105,6 +105,7 @@ def _find_player(setup: Setup) -> Player:
 def read_tokenizer(setup: Setup) -> tuple[Setup, Tokenizer]:
     """Load the tokenizer; return it with the setup, with "auto" resolved to a tool format (UserError)."""
     tokenizer = load_tokenizer(Path(setup.tokenizer), reads_marks=setup.reads_marks)
+    tokenizer.encode_rendered("")  # its tables of marks are made here, not in each of the forks
     if setup.tool_format == AUTO:
         setup = replace(setup, tool_format=find_tool_format(tokenizer, setup.options))
     return setup, tokenizer

@@ -53,7 +53,8 @@ class RegisteredEstimator:
 
 
 def _formula(name: str, *, needs_old_logprobs: bool = False, **needs: bool) -> RegisteredEstimator:
-    formula = Deferred("megatron_rl.algorithms.advantages", f"compute_{name}_advantages")
+    module = "advantages" if name in ("grpo", "dr_grpo") else "estimators"
+    formula = Deferred(f"megatron_rl.algorithms.{module}", f"compute_{name}_advantages")
     return RegisteredEstimator(formula, needs_old_logprobs=needs_old_logprobs, **needs)
 
 
@@ -70,11 +71,11 @@ ADVANTAGE_ESTIMATORS: dict[str, RegisteredEstimator] = {
 }
 CHOOSES_TOKENS = ("clip_cov", "kl_cov")  # policy losses that choose tokens of the whole step by `old_logprobs`
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    name: Deferred("megatron_rl.algorithms.losses", f"compute_{name}_loss")
-    for name in (
-        *("ppo", "gspo", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "policy_gradient"),
-        *CHOOSES_TOKENS,
-    )
+    "ppo": Deferred("megatron_rl.algorithms.losses", "compute_ppo_loss"),
+    **{
+        name: Deferred("megatron_rl.algorithms.policy_losses", f"compute_{name}_loss")
+        for name in ("gspo", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "policy_gradient", *CHOOSES_TOKENS)
+    },
 }
 LOSS_AGGREGATIONS: dict[str, LossAggregation] = {
     name: Deferred("megatron_rl.algorithms.aggregation", f"weigh_{name.replace('-', '_')}")
@@ -235,3 +236,8 @@ def find_early_reader_of_loss(algorithm: AlgorithmConfig, minibatches: int, *, h
     if has_branches and algorithm.reject_sequence_above is not None:
         return "algorithm.reject_sequence_above rejects episodes with all their branches"
     return ""
+
+
+def has_importance_weights(config: AlgorithmConfig) -> bool:
+    """Return whether the config demands importance weights or the rejection of responses."""
+    return config.importance_sampling not in ("none", "bypass") or config.reject_sequence_above is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KL(policy || reference) per token, and controllers of the KL coefficient.
+"""KL(policy || reference) per token, and its adaptive coefficient, for runs with a reference.
 
 Estimators: J. Schulman, "Approximating KL Divergence" (2020).
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from megatron_rl.algorithms.plugin_types import MAX_LOG_RATIO
 from megatron_rl.config.schema import AlgorithmConfig
 
-MAX_LOG_RATIO = 20.0  # bound of exponentiated log-ratios: e^20 = 4.9e8 does not overflow float32, even squared
 _MAX_ERROR = 0.2
 
 
@@ -38,24 +38,7 @@ def compute_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kl_type: str)
     raise ValueError(f"unknown kl_type {kl_type!r}")
 
 
-class KLController:
-    """Constant KL coefficient; base class of the adaptive controller."""
-
-    def __init__(self, coef: float) -> None:
-        self.coef = coef
-
-    def update(self, measured_kl: float, num_responses: int) -> None:
-        """Do nothing: the coefficient is constant."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return an empty state: the config has the coefficient."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Do nothing: the coefficient is constant."""
-
-
-class AdaptiveKL(KLController):
+class AdaptiveKL:
     """Proportional controller in log space (Ziegler et al., arXiv 1909.08593).
 
     error = clip(KL / target - 1, -0.2, 0.2)               KL in nats
@@ -63,8 +46,7 @@ class AdaptiveKL(KLController):
     """
 
     def __init__(self, coef: float, target: float, horizon: float) -> None:
-        super().__init__(coef)
-        self.target, self.horizon = target, horizon
+        self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, measured_kl: float, num_responses: int) -> None:
         """Raise the coefficient if the KL is above the target, lower it if below."""
@@ -90,10 +72,3 @@ def measure_for_target(kl: np.ndarray, tokens: np.ndarray, config: AlgorithmConf
         tokens: [num_rollouts], number of loss tokens.
     """
     return float(np.mean(kl / np.maximum(tokens, 1) if config.kl_target_per == "token" else kl))
-
-
-def build_kl_controller(config: AlgorithmConfig) -> KLController:
-    """Build the controller named by `kl_controller`, starting at `kl_coef`."""
-    if config.kl_controller == "adaptive":
-        return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
-    return KLController(config.kl_coef)

@@ -6,13 +6,15 @@ Shapes of the sums depend on t only, for CUDA graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+MAX_LOG_RATIO = 20.0  # bound of exponentiated log-ratios: e^20 = 4.9e8 does not overflow float32, even squared
 
 
 @dataclass(frozen=True)
@@ -137,25 +139,6 @@ def sum_per_segment(values: torch.Tensor, segments: torch.Tensor) -> torch.Tenso
     """Give every token the sum over its segment, [t] float64, because a GPU adds in arbitrary order."""
     sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)
     return sums.index_add(0, segments, values.double())[segments]
-
-
-@dataclass(frozen=True)
-class Responses:
-    """Assignment of the tokens of a packed [t] tensor to responses.
-
-    Attributes:
-        is_first: [t] bool, one token of each response, on one rank.
-        add_up: gives every token the sum over its response, [t] -> [t] float64.
-    """
-
-    is_first: torch.Tensor
-    add_up: Callable[[torch.Tensor], torch.Tensor]
-
-    @classmethod
-    def of_sequences(cls, sequence_ids: torch.Tensor) -> Responses:
-        """Build from sequence ids [t], with one response per sequence."""
-        segments = number_segments(sequence_ids)
-        return cls(mark_first(sequence_ids), lambda values: sum_per_segment(values, segments))
 
 
 def mark_first(sequence_ids: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,29 +22,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_rl.config.schema import DataConfig, RunConfig
-from megatron_rl.data.marks import remove_guards
 from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.extension.registry import GYM
 from megatron_rl.types import Prompt, Rollout, UserError
 
 T = TypeVar("T")
-_EXPECTED = (
-    'chat messages {"role": text, "content": text}; a content may be a list of parts {"type": "text", "text": text}'
-)
-
-
-def read_messages(value: Sequence[Any], row: Row, column: str) -> list[dict[str, Any]]:
-    """Return the messages with text contents; text parts are joined (UserError for malformed or no messages)."""
-    if not value:
-        raise wrong_type(column, value, row.location, "at least one chat message")
-    messages = []
-    for message in value:
-        content = _join_parts(message.get("content")) if isinstance(message, dict) else None
-        if content is None or not isinstance(message.get("role"), str):
-            raise wrong_type(column, message, row.location, _EXPECTED)
-        messages.append({**message, "content": content})
-    return messages
 
 
 def read_tools(row: Row) -> list[Any]:
@@ -56,68 +39,6 @@ def read_tools(row: Row) -> list[Any]:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise wrong_type("tools", value, row.location, "a list of objects, one per tool, or that as JSON text")
     return tools or []
-
-
-def _join_parts(content: Any) -> str | None:
-    if not isinstance(content, list):
-        return content if isinstance(content, str) else None
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-    strings = [text for text in texts if isinstance(text, str)]
-    return "".join(strings) if len(strings) == len(texts) else None
-
-
-def shorten_messages(
-    messages: list[dict[str, Any]],
-    limit: int,
-    policy: str,
-    tokenizer: Tokenizer,
-    options: Mapping[str, Any],
-    place: str,
-) -> tuple[str, list[int]]:
-    """Cut the longest contents to a common length, so that the conversation has at most `limit` tokens.
-
-    Args:
-        messages: with text contents.
-        policy: see `keep_tokens`.
-        options: template arguments.
-        place: file and line, for the error.
-
-    Returns:
-        The rendered text and its tokens.
-
-    Raises:
-        UserError: the template alone is longer.
-    """
-    contents = [tokenizer.encode_content(message["content"]) for message in messages]
-    longest = max(map(len, contents))
-    while True:
-        rendered = tokenizer.render(messages, **options)
-        tokens = tokenizer.encode_rendered(rendered)
-        if len(tokens) <= limit:
-            return remove_guards(rendered), tokens
-        if not longest:
-            raise UserError(
-                f"the chat template alone has {len(tokens)} tokens",
-                source=place,
-                expected=f"fewer than data.max_prompt_length = {limit}",
-                hint="raise data.max_prompt_length",
-            )
-        # Cutting may split or merge tokens at the edge; the next iteration cuts the excess.
-        wanted = sum(min(len(content), longest) for content in contents) - (len(tokens) - limit)
-        while longest and sum(min(len(content), longest) for content in contents) > wanted:
-            longest -= 1
-        messages = [
-            message
-            if len(content) <= longest
-            else {**message, "content": tokenizer.decode(keep_tokens(content, longest, policy))}
-            for message, content in zip(messages, contents, strict=True)
-        ]
-
-
-def keep_tokens(tokens: list[T], limit: int, policy: str) -> list[T]:
-    """Keep the last `limit` tokens ("truncate"), the first ("truncate_right"), or half per end ("truncate_middle")."""
-    first = {"truncate": 0, "truncate_right": limit, "truncate_middle": limit // 2}[policy]
-    return tokens[:first] + tokens[len(tokens) - (limit - first) :]
 
 
 _OPTIONS = "chat_template_kwargs"  # column with template arguments for its row
@@ -264,15 +185,16 @@ def _fit_rows(
 
 def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: list[Any]) -> tuple[Prompt | None, bool]:
     """Tokenize a prompt; refuse, cut or drop (`None`) a too long one, as configured; also return if it is too long."""
-    value, limit = row.require(cfg.prompt_key), cfg.max_prompt_length
-    messages = read_messages(value, row, cfg.prompt_key) if isinstance(value, list) else None
+    value, limit, messages = row.require(cfg.prompt_key), cfg.max_prompt_length, None
     own_options = row.optional(_OPTIONS, dict, {})  # parquet fills in keys from other rows with null
     options = cfg.apply_chat_template_kwargs | {name: x for name, x in own_options.items() if x is not None}
     if tools:
         options["tools"] = tools
-    if messages is not None:
-        rendered = tokenizer.render(messages, **options)
-        text, tokens = remove_guards(rendered), tokenizer.encode_rendered(rendered)
+    if isinstance(value, list):
+        from megatron_rl.data.chats import read_messages, render_messages
+
+        messages = read_messages(value, row, cfg.prompt_key)
+        text, tokens = render_messages(messages, tokenizer, options)
     elif isinstance(value, str):
         text, tokens = value, tokenizer.encode(value)
     else:
@@ -294,11 +216,14 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: lis
             expected=f"at most data.max_prompt_length = {limit} tokens",
             hint="raise data.max_prompt_length, or set data.overlong_prompts to truncate or drop",
         )
-    if is_too_long and messages is not None:
-        text, tokens = shorten_messages(messages, limit, cfg.overlong_prompts, tokenizer, options, row.location)
-    elif is_too_long:
-        tokens = keep_tokens(tokens, limit, cfg.overlong_prompts)
-        text = tokenizer.decode(tokens)
+    if is_too_long:
+        from megatron_rl.data.chats import keep_tokens, shorten_messages
+
+        if messages is not None:
+            text, tokens = shorten_messages(messages, limit, cfg.overlong_prompts, tokenizer, options, row.location)
+        else:
+            tokens = keep_tokens(tokens, limit, cfg.overlong_prompts)
+            text = tokenizer.decode(tokens)
     tokens = np.asarray(tokens, dtype=np.int32)
     return Prompt(row.index, tokens, text, ground_truth=None, messages=messages, tools=tools), is_too_long
 

@@ -13,12 +13,14 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sentencepiece
 
-from megatron_rl.data.marks import GUARD, Marks, is_mark
 from megatron_rl.types import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.data.chats import Marks
 
 _ACCEPTED = "a directory with tokenizer.json or tokenizer.model, or a sentencepiece .model file"
 
@@ -94,8 +96,17 @@ class HuggingFaceTokenizer:
         self.eos_token_id, self.pad_token_id = _require_eos(
             self._tokenizer.eos_token_id, self._tokenizer.pad_token_id, self.source
         )
-        self._reads_marks, backend = reads_marks, getattr(self._tokenizer, "backend_tokenizer", None)
-        self._marks = None if backend is None or reads_marks else Marks(backend)
+        self._reads_marks = reads_marks
+
+    @cached_property
+    def _marks(self) -> Marks | None:
+        """The marks of a fast tokenizer, which contents keep as text; `None` if they are read there."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None or self._reads_marks:
+            return None
+        from megatron_rl.data.chats import Marks
+
+        return Marks(backend)
 
     def encode(self, text: str) -> list[int]:
         """Encode a text without adding special tokens; special tokens in the text are recognized."""
@@ -107,7 +118,7 @@ class HuggingFaceTokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Encode a result of `render`, or a part of one."""
-        return self._marks.encode(text) if self._marks is not None and GUARD in text else self.encode(text)
+        return self._marks.encode(text) if self._marks is not None and self._marks.guards(text) else self.encode(text)
 
     def read_vocabulary(self) -> dict[str, int]:
         """Return token -> id for all tokens."""
@@ -236,6 +247,8 @@ def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer) -> None:
 
 def _without_marks(model: sentencepiece.SentencePieceProcessor) -> sentencepiece.SentencePieceProcessor:
     """Return the model with marks such as <|im_start|> (see `is_mark`) disabled, so that they are encoded as text."""
+    from megatron_rl.data.chats import is_mark
+
     if not any(is_mark(model.id_to_piece(i), is_special=False) for i in range(model.vocab_size())):
         return model
     messages: Any = import_module("sentencepiece.sentencepiece_model_pb2")

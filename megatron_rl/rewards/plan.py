@@ -12,11 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, product
-from urllib.parse import urlsplit
 
 import numpy as np
 
-from megatron_rl.config.rendering import redact
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.answers import RESTATES, extract_answer
 from megatron_rl.rewards.scoring import (
@@ -24,10 +22,10 @@ from megatron_rl.rewards.scoring import (
     LARGEST,
     RULES,
     RewardFunction,
+    Rule,
     Score,
     describe_rollout,
     list_truths,
-    load_reward_function,
     shorten,
 )
 from megatron_rl.types import SERVICE_FAILURES, Prompt, Rollout, UserError
@@ -113,15 +111,16 @@ def build_reward_plan(
             name = next(unique for unique in names if unique not in taken)
             loaded = function
             if loaded is None:
-                if not is_service(target):
-                    loaded = load_reward_function(target, setting, config.answer)
-                elif not urlsplit(target).hostname:
-                    raise UserError(
-                        f'"{redact(target)}" names no host',
-                        source=setting,
-                        expected="http://host:port/path",
-                        hint="write the whole URL",
-                    )
+                if target in RULES:
+                    loaded = Rule(target, config.answer)
+                elif is_service(target):
+                    from megatron_rl.rewards.service import check_url
+
+                    check_url(target, setting)
+                else:
+                    from megatron_rl.rewards.functions import load_reward_function
+
+                    loaded = load_reward_function(target, setting)
             sources.append(SourceSpec(name, weight, target, setting, loaded))
     model_weight = next(iter(model_weights), None)
     return RewardPlan(tuple(sources), model_weight, bool(config.components), config, max_response_length)

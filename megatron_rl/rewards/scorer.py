@@ -10,21 +10,19 @@ Invariant: scores do not depend on whether or when `begin` was called.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import psutil
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.answers import RESTATES, restates_prompt
 from megatron_rl.rewards.plan import RewardPlan, compute_reward
-from megatron_rl.rewards.scoring import RULES, Score, compute_score, list_truths
+from megatron_rl.rewards.scoring import Rule, Score, list_truths, score_by_rule
 from megatron_rl.types import Rollout
 
-_END_SECONDS = 5.0
 # (decoded response, step) -> function that waits for the score (UserError if it failed). It must not raise itself: the
 # rollout engine calls it.
 RewardSource = Callable[[Rollout, int], Callable[[], Score]]
@@ -47,10 +45,11 @@ class Scorer:
         self._plan, self._decode = plan, decode
         self._sources: list[RewardSource] = []
         self._open = ExitStack()
+        self._notice_children: Callable[[], AbstractContextManager] = nullcontext
         functions = [(spec.target, spec.setting) for spec in plan.sources if spec.function]
         pool = None
         if config.workers and functions:
-            from megatron_rl.rewards.workers import WorkerPool
+            from megatron_rl.rewards.functions import WorkerPool
 
             pool = WorkerPool(
                 functions, config.workers, config.timeout_seconds, answer=config.answer, secrets=config.worker_secrets
@@ -66,12 +65,18 @@ class Scorer:
             elif pool is not None:
                 submit = partial(pool.submit, functions.index((spec.target, spec.setting)))
                 self._sources.append(lambda *sample, submit=submit: submit(*sample).result)
-            else:  # runs when its score is awaited, and cannot be interrupted
+            elif isinstance(spec.function, Rule):  # runs when its score is awaited
+                self._sources.append(lambda *sample, rule=spec.function: partial(score_by_rule, rule, *sample))
+            else:  # likewise, and cannot be interrupted
+                from megatron_rl.rewards.functions import LeftBehind, compute_score
+
+                if self._notice_children is nullcontext:
+                    left = LeftBehind()
+                    self._notice_children = left.notice
+                    self._open.callback(left.kill)
                 self._sources.append(lambda *sample, score=spec.function: partial(compute_score, score, *sample))
         self.is_concurrent = any(spec.function is None or pool is not None for spec in plan.sources)
         self._begun: dict[int, tuple[Rollout, Rollout, list[Callable[[], Score]]]] = {}
-        self._runs_users_code = pool is None and any(name not in RULES for name, _ in functions)
-        self._left_behind: set[psutil.Process] = set()
 
     def begin(self, rollout: Rollout, step: int = 0) -> None:
         """Decode the last turn and start scoring it (step 0: validation); `finish` must get the same object.
@@ -98,7 +103,7 @@ class Scorer:
             if id(rollout) not in self._begun:
                 self.begin(rollout, its_step)
         scored = []
-        with self._notice_children() if self._runs_users_code else nullcontext():
+        with self._notice_children():
             for _, decoded, waits in (self._begun.pop(id(rollout)) for rollout in rollouts):
                 scores = [wait() for wait in waits]
                 failure = next((score.failure for score in scores if score.failure), decoded.failure)
@@ -110,21 +115,6 @@ class Scorer:
                 scored.append(replace(decoded, reward=reward, reward_components=components, failure=failure))
         return scored
 
-    @contextmanager
-    def _notice_children(self) -> Iterator[None]:
-        """Record child processes that user functions leave running, for `close` to kill."""
-        before = {*psutil.Process().children()}
-        try:
-            yield
-        finally:
-            self._left_behind |= {*psutil.Process().children()} - before
-
     def close(self) -> None:
         """End workers, requests, and processes left behind by reward functions."""
-        for left in self._left_behind:
-            with suppress(psutil.NoSuchProcess):
-                for process in [*left.children(recursive=True), left]:
-                    with suppress(psutil.NoSuchProcess):
-                        process.kill()
-        psutil.wait_procs(self._left_behind, timeout=_END_SECONDS)
         self._open.close()

@@ -1,108 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads, checks and calls reward functions: built-in rules, or the user's code.
+"""Scores, and the built-in reward rules; `functions.py` has the user's functions.
 
-A reward function has verl's signature (data_source, solution_str, ground_truth, extra_info), is called by keyword, and
-returns a number, or a dict with "score" and further numbers to log. It also receives the `FURTHER_ARGUMENTS` that it
-takes. Errors name the rollout and the line that raised. Invariant: every `Score` is finite.
-
-Built-in reward rules never raise on a response, and unreadable answers are wrong: `exact_match` compares texts,
-`score_math` meanings, `marks_answer` only the form.
+Invariant: every `Score` is finite. Rules never raise on a response, and unreadable answers are wrong: `exact_match`
+compares texts, `score_math` meanings, `marks_answer` only the form.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 
-from megatron_rl.extension.user_code import ProcessExit, import_file, locate, refuse_exit
 from megatron_rl.rewards.answers import extract_answer
 from megatron_rl.types import Rollout, UserError, text_of
 
-_SIGNATURE = "def name(data_source, solution_str, ground_truth, extra_info) -> float | dict"
-_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-FURTHER_ARGUMENTS = ("prompt", "response_tokens", "finish_reason", "step", "row")
 LARGEST = 1e18  # limit of a reward: its square, in a group's variance, is finite in float32
 _LONGEST_RESPONSE, _LONGEST_NAME = 200, 100
 _NO_NAMES = ("reward", "std")  # would read as metrics of the run
 
-
-# Called with `_ARGUMENTS` and further ones by name; `parse_score` checks what it returns.
+# Called with verl's four arguments and further ones by name; `parse_score` checks what it returns.
 RewardFunction = Callable[..., object]
-
-
-def load_reward_function(
-    name: str, setting: str = "reward.function", answer: AnswerPolicy = "marked"
-) -> RewardFunction:
-    """Load a built-in rule of `RULES` by name, or a user's function "path.py:name", relative to the working directory.
-
-    Args:
-        setting: config setting that holds the name, for errors.
-        answer: for the rule "math": "marked" accepts only a marked answer, "any" also the last expression.
-
-    Raises:
-        UserError: the file or name is missing, the import fails, or the signature is wrong.
-    """
-    if name in RULES:
-        return lambda data_source, solution_str, ground_truth, extra_info: RULES[name](
-            solution_str, ground_truth, data_source, answer
-        )
-    path, separator, attribute = name.rpartition(":")
-    if not separator or not path or not attribute:
-        raise UserError(
-            f'"{name}" names no function',
-            source=setting,
-            expected=f"path.py:name, or one of the rules {', '.join(RULES)}",
-            hint="write the file and the function, e.g. rewards/my_reward.py:compute_score",
-        )
-    module = import_file(path, setting, "path.py:name")
-    return check_reward_function(getattr(module, attribute, None), attribute, f"{setting} = {name}")
-
-
-def check_reward_function(function: Any, name: str, source: str) -> RewardFunction:
-    """Return the object if it is a valid reward function (UserError otherwise)."""
-    if function is None:
-        raise _refuse(f'the file defines no "{name}"', source, "check the name")
-    if not callable(function):
-        raise _refuse(f'"{name}" is a {type(function).__name__} and cannot be called', source, "name a function")
-    if inspect.iscoroutinefunction(function):
-        raise _refuse(f'"{name}" is an async function', source, "write a plain function that waits inside")
-    try:
-        inspect.signature(function).bind(**dict.fromkeys((*_ARGUMENTS, *find_further_arguments(function))))
-    except (TypeError, ValueError) as error:
-        hint = "rename the parameters; further ones need defaults"
-        raise _refuse(f'"{name}" does not accept the four arguments by name: {error}', source, hint) from error
-    return function
-
-
-def _refuse(found: str, source: str, hint: str) -> UserError:
-    return UserError(found, source=source, expected=_SIGNATURE, hint=hint)
-
-
-def find_further_arguments(function: RewardFunction) -> list[str]:
-    """Return the optional `FURTHER_ARGUMENTS` that a reward function takes."""
-    # A callable object may have no hash.
-    return (_read_further_arguments if inspect.isfunction(function) else _read_further_arguments.__wrapped__)(function)
-
-
-@cache  # reading a signature is as slow as a rule
-def _read_further_arguments(function: RewardFunction) -> list[str]:
-    parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return [name for name in FURTHER_ARGUMENTS if takes_all or name in parameters]
-
-
-def file_of(function: Any) -> str:
-    """Return the file that defines a function, or a callable object's class."""
-    function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return code.co_filename if code is not None else repr(function)
 
 
 def describe_rollout(rollout: Rollout) -> str:
@@ -123,39 +44,6 @@ class Score:
     value: float
     components: dict[str, float] = field(default_factory=dict)
     failure: str = ""
-
-
-def compute_score(function: RewardFunction, rollout: Rollout, step: int = 0) -> Score:
-    """Call a reward function on a decoded rollout (step 0: validation).
-
-    Raises:
-        UserError: the function raised, or returned no finite score.
-    """
-    prompt = rollout.prompt
-    tellable: dict[str, Callable[[], Any]] = {
-        "prompt": lambda: prompt.text,
-        "response_tokens": lambda: rollout.response_tokens.tolist(),
-        "finish_reason": lambda: rollout.finish_reason,
-        "step": lambda: step,
-        "row": lambda: dict(prompt.row),
-    }
-    further = {name: tellable[name]() for name in find_further_arguments(function)}
-    try:
-        with refuse_exit():
-            result = function(
-                data_source=prompt.data_source,
-                solution_str=rollout.response,
-                ground_truth=prompt.ground_truth,
-                extra_info=dict(prompt.extra_info),
-                **further,
-            )
-    except (Exception, SystemExit, ProcessExit) as error:
-        place = locate(error, file_of(function))
-        raise _failure(f"raised {type(error).__name__}: {text_of(error)}", rollout, place) from error
-    try:
-        return parse_score(result)
-    except ValueError as error:
-        raise _failure(f"returned {error}", rollout, file_of(function)) from error
 
 
 def parse_score(result: Any) -> Score:
@@ -213,7 +101,16 @@ def _scalar(value: Any) -> float | None:
     return float(value) if abs(value) <= sys.float_info.max else math.inf
 
 
-def _failure(what: str, rollout: Rollout, place: str) -> UserError:
+def parse_returned(result: Any, rollout: Rollout, place: str) -> Score:
+    """Parse what the reward function at `place` returned for a rollout (UserError if there is no finite score)."""
+    try:
+        return parse_score(result)
+    except ValueError as error:
+        raise refuse_score(f"returned {error}", rollout, place) from error
+
+
+def refuse_score(what: str, rollout: Rollout, place: str) -> UserError:
+    """Return the error of a reward function, at `place`, that has no score for a rollout."""
     return UserError(
         f"the reward function {what}\n{describe_rollout(rollout)}",
         source=place,
@@ -283,6 +180,40 @@ RULES: dict[str, Callable[[str, Any, str, AnswerPolicy], float | dict[str, float
     "format": lambda response, truth, source, answer: marks_answer(response, truth, source),
     "by_data_source": lambda response, truth, source, answer: _score_as_verl(response, truth, source),
 }
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A built-in rule as a reward function.
+
+    Attributes:
+        name: in `RULES`.
+        answer: for the rule "math": "marked" accepts only a marked answer, "any" also the last expression.
+    """
+
+    name: str
+    answer: AnswerPolicy = "marked"
+
+    def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> object:
+        """Return the rule's score, a number or a dict; `extra_info` is ignored."""
+        return RULES[self.name](solution_str, ground_truth, data_source, self.answer)
+
+
+def score_by_rule(rule: Rule, rollout: Rollout, step: int = 0) -> Score:
+    """Score a decoded rollout; `step` is ignored.
+
+    Raises:
+        UserError: the rule raised, or returned no finite score.
+    """
+    prompt = rollout.prompt
+    try:
+        result = rule(prompt.data_source, rollout.response, prompt.ground_truth)
+    except Exception as error:  # a ground truth of another form than the rule's
+        from megatron_rl.extension.user_code import locate
+
+        found = f"raised {type(error).__name__}: {text_of(error)}"
+        raise refuse_score(found, rollout, locate(error, __file__)) from error
+    return parse_returned(result, rollout, __file__)
 
 
 def list_truths(ground_truth: Any) -> list[Any]:

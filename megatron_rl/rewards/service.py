@@ -18,9 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
-
-import requests
-from requests.adapters import HTTPAdapter
+from urllib.parse import urlsplit
 
 from megatron_rl.config.rendering import redact
 from megatron_rl.config.schema import RewardConfig
@@ -33,6 +31,17 @@ MAX_ANSWER_BYTES = 64 << 20
 BACKOFF_SECONDS = 0.5  # before the second attempt; doubles each time
 _OK, _TOO_MANY_REQUESTS = 200, 429
 _CHUNK_BYTES = 1 << 16
+
+
+def check_url(url: str, setting: str) -> None:
+    """Refuse a URL without a host (UserError); `setting`: config setting that contains it."""
+    if not urlsplit(url).hostname:
+        raise UserError(
+            f'"{redact(url)}" names no host',
+            source=setting,
+            expected="http://host:port/path",
+            hint="write the whole URL",
+        )
 
 
 class RequestFailed(Exception):
@@ -213,6 +222,9 @@ def post_within(url: str, body: bytes, seconds: float, max_answer_bytes: int) ->
     Raises:
         RequestFailed: the request failed or exceeded a limit.
     """
+    import requests  # slow to import, and not needed to check a config
+    from requests.adapters import HTTPAdapter
+
     start, deadline, failure = time.monotonic(), _Deadline(seconds), None
     status, answer = 0, bytearray()
     try:

@@ -12,8 +12,7 @@ from functools import cached_property, partial
 
 import torch
 
-from megatron_rl.algorithms.kl import measure_for_target
-from megatron_rl.algorithms.mismatch import has_importance_weights
+from megatron_rl.algorithms.catalog import has_importance_weights
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.observability.rollout_log import TokenTexts
 from megatron_rl.run.session import Session
@@ -26,15 +25,7 @@ from megatron_rl.samples.describe import (
     describe_updates,
     rollout_row,
 )
-from megatron_rl.samples.estimate import (
-    check_bits,
-    choose_tokens,
-    compute_advantages,
-    correct_mismatch,
-    measure_kl,
-    measure_lags,
-    measure_stale_routes,
-)
+from megatron_rl.samples.estimate import choose_tokens, compute_advantages, correct_mismatch, measure_kl
 from megatron_rl.samples.experience import Column, Experience
 
 
@@ -92,7 +83,8 @@ class Trainer(Session):
 
     def algorithm_now(self) -> AlgorithmConfig:
         """Return the algorithm settings with the current KL coefficient."""
-        return replace(self.config.algorithm, kl_coef=self.kl.coef)
+        algorithm = self.config.algorithm
+        return algorithm if self.kl is None else replace(algorithm, kl_coef=self.kl.coef)
 
     def is_warmup(self, step: int) -> bool:
         """Whether only the critic learns in this step."""
@@ -110,10 +102,16 @@ class Trainer(Session):
         version, steps = self.policy.role.policy_version, self.plan.optimizer_steps_per_step
         lags = (version - samples.pack(self.policy.packer).versions) // steps
         if self.config.rollout.bitwise:
+            from megatron_rl.samples.corrections import check_bits
+
             check_bits(batch, lags == 0, group)  # tokens of the current policy version
         if self.config.actor.router_replay == "engine":
+            from megatron_rl.samples.corrections import measure_stale_routes
+
             self.run.count({"moe/replayed_stale": measure_stale_routes(headers, batch, version, group)})
         if most := self.config.schedule.max_staleness:
+            from megatron_rl.samples.corrections import measure_lags
+
             self.run.count(measure_lags(batch, lags, most, group))
             self.run.count(describe_staleness(headers, version, steps))
         if self.reference:
@@ -140,11 +138,13 @@ class Trainer(Session):
         return tuple(self.policy.as_column(samples, values) for values in (found.advantages, found.returns, chosen))
 
     def adapt(self, step: int, samples: Experience) -> None:
-        """Update the KL controller; every `reference.reset_every` steps, copy the policy into the reference."""
+        """Adapt the KL coefficient; every `reference.reset_every` steps, copy the policy into the reference."""
         if not self.policy.is_here:
             return
         headers, every = samples.headers, self.config.reference.reset_every
-        if (counted := headers.rollouts.has_reward).any():
+        if self.kl is not None and (counted := headers.rollouts.has_reward).any():
+            from megatron_rl.algorithms.kl import measure_for_target
+
             tokens = headers.sum_per_rollout(headers.num_loss_tokens)
             measured = measure_for_target(samples.kl_per_rollout[counted], tokens[counted], self.config.algorithm)
             self.kl.update(measured, int(counted.sum()))

@@ -32,7 +32,7 @@ from megatron_rl.data.prompts import PromptSet, SftSet, choose_teachers, load_pr
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.extension.registry import ENGINES, RegisteredEngine, enter_object, name_of
 from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan, check_truths
-from megatron_rl.rewards.scoring import RewardFunction, check_reward_function, file_of
+from megatron_rl.rewards.scoring import RewardFunction
 from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models, resolve, resolve_sft
 from megatron_rl.types import Rollout, UserError
 
@@ -96,6 +96,8 @@ class Parts:
             rollout = replace(rollout, engine=enter_object(ENGINES, entry, entry.make, "rollout.engine"))
             check_config(replace(config, rollout=rollout))
         if self.reward is not None:
+            from megatron_rl.rewards.functions import check_reward_function, file_of
+
             check_reward_function(self.reward, name_of(self.reward), "the reward that was passed")
             for leaf in ("components", "workers"):
                 if getattr(reward, leaf):

@@ -34,7 +34,6 @@ from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.config.sections import MISSING
 from megatron_rl.config.sources import RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
 from megatron_rl.extension.registry import find_engine
-from megatron_rl.extension.user_code import load_plugins
 from megatron_rl.types import UserError
 
 _REFERENCE = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")
@@ -184,7 +183,10 @@ def read_settings(
     settings = _resolve_references(settings, mistakes)
     plugins = _choose([setting for setting in settings if setting.name == _PLUGINS], fields, mistakes)
     with mistakes.collect(_PLUGINS):
-        load_plugins(plugins[_PLUGINS].value if _PLUGINS in plugins else ())
+        if _PLUGINS in plugins:
+            from megatron_rl.extension.user_code import load_plugins
+
+            load_plugins(plugins[_PLUGINS].value)
     if _PLUGINS in mistakes.refused:  # its options were not declared
         settings = [setting for setting in settings if not setting.name.startswith(f"{PREFIX}.")]
     return settings

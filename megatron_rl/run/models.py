@@ -20,7 +20,6 @@ from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.extension.registry import find_engine, name_engines
-from megatron_rl.extension.user_code import load_plugins
 from megatron_rl.parallel.layout import ParallelLayout, check_context_parallel
 from megatron_rl.planning.role_layouts import DTYPE_BYTES, check_layout
 from megatron_rl.types import UserError
@@ -39,7 +38,10 @@ def resolve(config: RunConfig) -> RunSpec:
         UserError: a plugin cannot be imported, the estimator is unknown or needs a disabled critic, or
             `importance_sampling = bypass` and `old_logprobs` are computed before the update.
     """
-    load_plugins(config.algorithm.plugins)
+    if config.algorithm.plugins:
+        from megatron_rl.extension.user_code import load_plugins
+
+        load_plugins(config.algorithm.plugins)
     name = config.algorithm.adv_estimator
     estimator, enable = find_advantage_estimator(name), config.critic.enable
     if estimator.needs_values and enable is False:

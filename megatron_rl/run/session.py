@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from megatron_rl.algorithms.kl import build_kl_controller
 from megatron_rl.config.placement import format_ranks
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import describe_engine
@@ -37,6 +36,7 @@ from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
+    from megatron_rl.algorithms.kl import AdaptiveKL
     from megatron_rl.capsule.recorder import CapsuleRecorder
 
 
@@ -204,11 +204,16 @@ class Session:
         self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
         self.teachers = made.teachers
-        self.kl, self.trained = build_kl_controller(config.algorithm), made.trained
+        self.kl: AdaptiveKL | None = None
+        if (algorithm := config.algorithm).kl_controller == "adaptive":
+            from megatron_rl.algorithms.kl import AdaptiveKL
+
+            self.kl = AdaptiveKL(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+        self.trained = made.trained
         self.checkpoints = Checkpoints(
             config,
             opened,
-            replace(made.state, parts={**made.state.parts, "kl": self.kl}),
+            replace(made.state, parts={**made.state.parts, **({} if self.kl is None else {"kl": self.kl})}),
             export=self.policy.export,
             total_steps=self.total_steps,
         )

@@ -15,50 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from megatron_rl.parallel.vocab_parallel import PackedKeptSets
 from megatron_rl.samples.microbatches import MicrobatchPlan
-from megatron_rl.samples.prefix import SegmentKeys, SharedPrefixes, build_segment_keys, move_to_device, pad_segment_keys
+from megatron_rl.samples.prefix import SegmentKeys, SharedPrefixes, build_segment_keys, move_to_device
 from megatron_rl.types import Branch, KeptSets, LossLedger
 
-_STEPS = 16
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """The allowed shapes of a microbatch.
-
-    Attributes:
-        sizes: numbers of tokens, ascending.
-        max_num_seqs: padded number of segments, doubled if exceeded.
-    """
-
-    sizes: tuple[int, ...]
-    max_num_seqs: int
-
-
-def double_until(room: int, needed: int) -> int:
-    """Double `room` until it holds `needed`."""
-    while room < needed:
-        room *= 2
-    return room
-
-
-def build_buckets(max_tokens: int, sizes: Sequence[int], multiple: int, max_num_seqs: int) -> Buckets:
-    """Build the buckets of one role.
-
-    Args:
-        sizes: the largest is at least `max_tokens`; sixteenths of `max_tokens` if empty.
-        multiple: every size is rounded up to a multiple of this.
-    """
-    wanted = sizes or [-(-max_tokens * n // _STEPS) for n in range(1, _STEPS + 1)]
-    rounded = {max(-(-size // multiple), 1) * multiple for size in wanted}
-    assert max(rounded) >= max_tokens, "the largest bucket holds the token budget"
-    return Buckets(tuple(sorted(rounded)), max_num_seqs)
+if TYPE_CHECKING:
+    from megatron_rl.samples.fixed_shapes import Buckets
 
 
 @dataclass(frozen=True)
@@ -148,12 +116,8 @@ class Rows:
         keys = build_segment_keys(self.paths, self.lengths, device)
         if buckets is not None:
             assert computed is None, "prefix trees have no fixed shape"
-            # One extra segment, so that there always is an empty one: it owns the padding of the keys.
-            slots, stop = double_until(buckets.max_num_seqs, len(self.lengths) + 1), int(bounds[-1])
-            bounds = np.pad(bounds, (0, slots + 1 - len(bounds)), mode="edge")
-            longest = min(padding.max_seqlen or stop, stop)
-            if keys is not None:
-                keys = pad_segment_keys(keys, slots, double_until(stop, len(keys.index)), longest)
+            longest = min(padding.max_seqlen or length, length)
+            bounds, keys = buckets.pad_segments(bounds, keys, longest)
         first, self._total = self._total, self._total + self.num_tokens
         self.lengths, self.paths, self._own, self._instead = [], [], [], []
         self.num_tokens = self.num_computed = 0

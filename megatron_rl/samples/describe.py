@@ -99,25 +99,6 @@ def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str,
     }
 
 
-def _describe_turns(rollout: Rollout, token_texts: TokenTexts) -> dict[str, Any]:
-    """Return the row's "turns"; empty for a plain response. "observed" is the unsampled text before a turn."""
-    turns, start = [], 0
-    known = [branch.num_prompt_tokens for branch in rollout.branches]
-    for turn in find_runs(rollout.branches):
-        branch = rollout.branches[turn.branch]
-        turns.append(
-            {
-                "branch": turn.branch,
-                "start": start,
-                "observed": "".join(token_texts(branch.tokens[known[turn.branch] : turn.start])),
-                "reward": None if branch.rewards is None else float(branch.rewards[turn.stop - 1]),
-            }
-        )
-        known[turn.branch], start = turn.stop, start + turn.stop - turn.start
-    is_plain = all(not turn["observed"] and turn["reward"] is None for turn in turns) and len(rollout.branches) == 1
-    return {} if is_plain else {"turns": turns}
-
-
 def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dict[str, str]]:
     """Choose the rollouts of a step to log: whole groups, and the three best, the worst and the longest rollout.
 
@@ -150,11 +131,16 @@ def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, 
     Args:
         values: values of its loss tokens by name.
     """
+    turns, branch = {}, rollout.branches[0]
+    if len(rollout.branches) > 1 or branch.rewards is not None or not branch.sampled[branch.num_prompt_tokens :].all():
+        from megatron_rl.samples.branches import describe_turns
+
+        turns = describe_turns(rollout, find_runs(rollout.branches), token_texts)
     return text_row(rollout) | {
         "versions": rollout.versions.tolist(),
         "tokens": rollout.response_tokens.tolist(),
         "token_texts": token_texts(rollout.response_tokens.tolist()),
-        **_describe_turns(rollout, token_texts),
+        **turns,
         "rollout_logprobs": as_numbers(rollout.rollout_logprobs),
         **token_fields(len(rollout.response_tokens), values),
     }

@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantages from log-probs and rewards: KL, the log-prob mismatch between trainer and engine, estimators.
 
+The mismatch, of equal tokens and weights, with d = old_logprobs - rollout_logprobs and w = exp(d) per token:
+
+    max, mean                of |d|
+    k3                       mean of w - 1 - d, an estimate of KL(rollout || trainer)
+    effective_sample_size    (sum w)^2 / (N sum w^2): 1 if all weights are equal
+
 In this module `group` is the DP group of the batch's role.
 """
 
@@ -13,17 +19,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import advantages as estimation
-from megatron_rl.algorithms import losses, mismatch
-from megatron_rl.algorithms.catalog import CHOOSES_TOKENS
-from megatron_rl.algorithms.kl import compute_kl
-from megatron_rl.algorithms.losses import PolicyLossInputs
-from megatron_rl.algorithms.plugin_types import Responses, mark_first
+from megatron_rl.algorithms.catalog import CHOOSES_TOKENS, has_importance_weights
+from megatron_rl.algorithms.plugin_types import PolicyLossInputs
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.parallel.collectives import raise_together, reduce_scalars
+from megatron_rl.parallel.collectives import reduce_scalars
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.table import Headers
-from megatron_rl.types import UserError
 
 
 def measure_kl(headers: Headers, batch: TrainBatch, kl_type: str, group: dist.ProcessGroup) -> np.ndarray:
@@ -36,6 +38,8 @@ def measure_kl(headers: Headers, batch: TrainBatch, kl_type: str, group: dist.Pr
 
 
 def _compute_kl(batch: TrainBatch, kl_type: str) -> torch.Tensor:
+    from megatron_rl.algorithms.kl import compute_kl
+
     kl = compute_kl(batch.column("old_logprobs"), batch.column("ref_logprobs"), kl_type)
     return torch.where(batch.loss_mask, kl, 0.0)
 
@@ -93,18 +97,30 @@ def compute_advantages(
     return replace(found, advantages=found.advantages + torch.where(batch.loss_mask, lesson, 0.0))
 
 
-def _find_responses(headers: Headers, batch: TrainBatch, group: dist.ProcessGroup) -> Responses:
-    rollouts, device = find_rollouts(headers, batch), batch.sequence_ids.device
-    begins_rollout = np.isin(np.arange(len(headers) + 1), headers.first_of_rollout)  # False for padding, the last one
-    is_first = mark_first(batch.sequence_ids) & torch.from_numpy(begins_rollout).to(device)[batch.sequence_ids]
+def sum_mismatch(
+    old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
+) -> tuple[dict[str, float], float]:
+    """Sum this rank's terms of the mismatch metrics over its tokens in the loss.
 
-    def add_up(values: torch.Tensor) -> torch.Tensor:
-        sums = torch.zeros(len(headers.rollouts) + 1, dtype=torch.float64, device=device)
-        sums.index_add_(0, rollouts, values.double())
-        dist.all_reduce(sums, group=group)
-        return sums[rollouts]
+    Returns:
+        Sums, to be added over DP ranks for `finish_mismatch`, and the maximum of |old_logprobs - rollout_logprobs|.
+    """
+    d = (old_logprobs - rollout_logprobs)[loss_mask].double()
+    w = d.exp()
+    sums = {"abs": d.abs().sum(), "k3": (torch.expm1(d) - d).sum(), "w": w.sum(), "w2": w.square().sum()}
+    maximum = float(d.abs().max()) if len(d) else 0.0
+    return {**{k: float(v) for k, v in sums.items()}, "tokens": float(d.numel())}, maximum
 
-    return Responses(is_first, add_up)
+
+def finish_mismatch(sums: dict[str, float], maximum: float) -> dict[str, float]:
+    """Compute the metrics `mismatch/*` from the sums and the maximum over all ranks."""
+    tokens = max(sums["tokens"], 1.0)
+    return {
+        "mismatch/max": maximum,
+        "mismatch/mean": sums["abs"] / tokens,
+        "mismatch/k3": sums["k3"] / tokens,
+        "mismatch/effective_sample_size": sums["w"] ** 2 / (tokens * sums["w2"]) if sums["w2"] else 1.0,
+    }
 
 
 def correct_mismatch(
@@ -115,77 +131,26 @@ def correct_mismatch(
     Returns:
         Correcting importance weights [t] or `None`, and the metrics `mismatch/...`.
     """
-    device, old_logprobs = batch.tokens.device, batch.column("old_logprobs")
-    sums, maximum = mismatch.sum_mismatch(old_logprobs, batch.rollout_logprobs, batch.loss_mask)
-    responses = _find_responses(headers, batch, group)
-    weights, counts = mismatch.compute_importance_weights(
-        old_logprobs, batch.rollout_logprobs, batch.loss_mask, responses, algorithm
-    )
-    counts = {name: float(value) for name, value in counts.items()}
-    sums, counts = (reduce_scalars(part, dist.ReduceOp.SUM, group, device) for part in (sums, counts))
-    if weights is not None and algorithm.importance_normalize:
-        weights = mismatch.normalize_weights(weights, counts)
+    device = batch.tokens.device
+    sums, maximum = sum_mismatch(batch.column("old_logprobs"), batch.rollout_logprobs, batch.loss_mask)
+    sums = reduce_scalars(sums, dist.ReduceOp.SUM, group, device)
     maxima = reduce_scalars({"max": maximum}, dist.ReduceOp.MAX, group, device)
-    return weights, mismatch.finish_mismatch(sums, maxima["max"]) | mismatch.finish_importance_weights(counts)
+    metrics = finish_mismatch(sums, maxima["max"])
+    if not has_importance_weights(algorithm):
+        return None, metrics
+    from megatron_rl.samples.corrections import weigh_tokens
 
-
-def measure_lags(batch: TrainBatch, lags: torch.Tensor, most: int, group: dist.ProcessGroup) -> dict[str, float]:
-    """Return `mismatch/lag<N>`: mean |log-prob gap| of trainer and engine on tokens of lag N <= `most`; collective.
-
-    Args:
-        lags: [t] steps of the main loop between the sampling policy and the current one.
-    """
-    gaps = (batch.column("old_logprobs") - batch.rollout_logprobs).abs().double()
-    sums: dict[str, float] = {}
-    for lag in range(most + 1):
-        chosen = batch.loss_mask & (lags == lag)
-        sums |= {f"gap{lag}": float(gaps[chosen].sum()), f"count{lag}": float(chosen.sum())}
-    sums = reduce_scalars(sums, dist.ReduceOp.SUM, group, batch.tokens.device)
-    counted = [lag for lag in range(most + 1) if sums[f"count{lag}"]]
-    return {f"mismatch/lag{lag}": sums[f"gap{lag}"] / sums[f"count{lag}"] for lag in counted}
-
-
-def measure_stale_routes(headers: Headers, batch: TrainBatch, version: int, group: dist.ProcessGroup) -> float:
-    """Compute the share of replayed loss tokens whose sequence's last version is older than `version`; collective."""
-    routes, is_stale = batch.column("replayed_routes"), np.append(headers["last_version"] < version, False)
-    replayed = batch.loss_mask & (routes[:, 0, 0] != torch.iinfo(routes.dtype).max)
-    stale = replayed & torch.from_numpy(is_stale).to(routes.device)[batch.sequence_ids]
-    counts = {"stale": float(stale.sum()), "replayed": float(replayed.sum())}
-    counts = reduce_scalars(counts, dist.ReduceOp.SUM, group, routes.device)
-    return counts["stale"] / max(counts["replayed"], 1.0)
-
-
-def check_bits(batch: TrainBatch, is_current: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Check that `old_logprobs` equals the engine's log-probs bit for bit (rollout.bitwise); collective.
-
-    Args:
-        is_current: [t] bool, whether the current policy version sampled the token.
-
-    Raises:
-        UserError: on all ranks; names the first token that differs.
-    """
-    ours, engine = batch.column("old_logprobs"), batch.rollout_logprobs
-    differs = (batch.loss_mask & is_current & (ours != engine)).nonzero()[:, 0].tolist()
-    error = None
-    if differs:
-        row = differs[0]
-        error = UserError(
-            f"{len(differs)} tokens whose log-probs are others in the engine than in the trainer: the first is token "
-            f"{int(batch.position_ids[row])} of {batch.name_sequence(int(batch.sequence_ids[row]))}, "
-            f"{float(engine[row])!r} in the engine and {float(ours[row])!r} in the trainer",
-            source="rollout.bitwise",
-            expected="the same bits",
-            hint="weights, masks, positions or one operation differ between the two (tools/check_parity.py finds the "
-            "layer); rollout.bitwise=false trains with the gap, which mismatch/max shows",
-        )
-    raise_together(error, group)
+    weights, further = weigh_tokens(headers, batch, find_rollouts(headers, batch), algorithm, group)
+    return weights, metrics | further
 
 
 def choose_tokens(batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.ProcessGroup) -> torch.Tensor | None:
     """Return the tokens that the loss clip_cov or kl_cov treats specially, `None` for other losses; collective."""
     if algorithm.policy_loss not in CHOOSES_TOKENS:
         return None
-    return losses.choose_tokens(loss_inputs(batch), algorithm, group)
+    from megatron_rl.algorithms import policy_losses
+
+    return policy_losses.choose_tokens(loss_inputs(batch), algorithm, group)
 
 
 def loss_inputs(batch: TrainBatch) -> PolicyLossInputs:

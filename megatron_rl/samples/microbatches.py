@@ -10,37 +10,32 @@ Invariants (asserted in tests/samples/test_microbatches.py):
 * inside a microbatch sequences keep their order (that of `SharedPrefixes`, if given);
 * sequences that share a prefix are separated, at their shortest common prefix, only if they exceed the budget or
   overload the heaviest rank;
-* the heaviest rank costs at most `_CLOSE` times that of the plain plan without sharing;
+* the heaviest rank costs at most `CLOSE` times that of the plain plan without sharing;
 * the result depends on the lengths only (costs are integers): every rank computes the same plan.
-
-The cost of a sequence of s tokens is s + attention_ratio * s^2: all work linear in the tokens, plus causal attention.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
-from operator import neg
-from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.samples.balancing import balance_ranks, find_bounds, sort_into
+from megatron_rl.samples.bins import (
+    CLOSE,
+    Joined,
+    PackingWork,
+    Units,
+    compute_costs,
+    deal,
+    fill_fewest_bins,
+    find_bounds,
+    round_up,
+)
 from megatron_rl.samples.prefix import SharedPrefixes
 
 MicrobatchPlan = list[list[list[int]]]  # [dp_size][num_microbatches] -> indices of sequences
-_Joined = tuple[np.ndarray, np.ndarray]  # concatenated members of parts, and the bounds of the parts
-
-_COST_SCALE = 1024  # units of cost per token of linear work; costs are integers
-_TRIED_ONE_BY_ONE = 64  # numbers of bins, before bisection starts
-_CLOSE = 1.05  # costs within this ratio count as equal
-_MOST_ROUNDS = 16  # rounds of splitting groups of overloaded ranks
-_FEW_RANKS = 8  # up to this many overloaded ranks, groups are split one at a time
 
 
 def compute_attention_ratio(num_linear: float, num_heads: int, key_dim: int, value_dim: int) -> float:
@@ -57,75 +52,10 @@ def compute_attention_ratio(num_linear: float, num_heads: int, key_dim: int, val
     return num_heads * (key_dim + value_dim) / 2 / num_linear
 
 
-@dataclass(frozen=True)
-class _Workload:
-    """Tokens and costs [num_sequences] of sequences that are packed together."""
-
-    tokens: np.ndarray
-    costs: np.ndarray
-    attention_ratio: float
-    shared: SharedPrefixes | None
-
-    @classmethod
-    def measure(cls, lengths: Sequence[int], attention_ratio: float, shared: SharedPrefixes | None) -> _Workload:
-        tokens = np.asarray(lengths, np.int64)
-        return cls(tokens, _compute_costs(tokens, attention_ratio), attention_ratio, shared)
-
-    def sum_joined(self, members: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        sums = np.zeros((2, len(members) + 1), np.int64)
-        tokens, costs = sums[:, 1:]
-        tokens[:], costs[:] = self.tokens[members], self.costs[members]
-        if self.shared is not None:
-            saved = self.shared.measure(members, bounds[:-1])
-            tokens -= saved
-            costs -= _compute_costs(saved, self.attention_ratio)
-        ends = sums.cumsum(1)[:, bounds]
-        return tuple(ends[:, 1:] - ends[:, :-1])
-
-
-class _Units(NamedTuple):
-    """Sets of sequences that stay together ("units"): concatenated `members`, tokens and costs [num_units]."""
-
-    members: np.ndarray
-    bounds: np.ndarray
-    tokens: np.ndarray
-    costs: np.ndarray
-
-    @classmethod
-    def measure(cls, work: _Workload, members: np.ndarray, bounds: np.ndarray) -> _Units:
-        return cls(members, bounds, *work.sum_joined(members, bounds))
-
-    def replace(self, is_replaced: np.ndarray, parts: _Units) -> _Units:
-        sizes, is_kept = np.diff(self.bounds), ~is_replaced
-        return _Units(
-            np.append(self.members[np.repeat(is_kept, sizes)], parts.members),
-            np.concatenate([[0], np.cumsum(sizes[is_kept]), len(self.members) - len(parts.members) + parts.bounds[1:]]),
-            np.append(self.tokens[is_kept], parts.tokens),
-            np.append(self.costs[is_kept], parts.costs),
-        )
-
-
-def _join(parts: Iterable[Sequence[int]]) -> _Joined:
+def _join(parts: Iterable[Sequence[int]]) -> Joined:
     parts = list(parts)
     bounds = np.cumsum([0, *map(len, parts)])
     return np.fromiter(chain.from_iterable(parts), np.int64, int(bounds[-1])), bounds
-
-
-def _cut(members: np.ndarray, bounds: np.ndarray, shared: SharedPrefixes) -> tuple[np.ndarray, np.ndarray]:
-    """Cut each list of sequences (two or more) into parts; a part has a longer common prefix than its list.
-
-    Returns the bounds of the parts in `members`, and the length of each list's common prefix.
-    """
-    saved = shared.measure(members, bounds[:-1])
-    saved[bounds[:-1]] = np.iinfo(np.int64).max
-    common = np.minimum.reduceat(saved, bounds[:-1])
-    is_first = saved == np.repeat(common, np.diff(bounds))
-    is_first[bounds[:-1]] = True
-    return np.append(np.flatnonzero(is_first), len(members)), common
-
-
-def _compute_costs(tokens: np.ndarray, attention_ratio: float) -> np.ndarray:
-    return np.rint(_COST_SCALE * (tokens + attention_ratio * tokens.astype(np.float64) ** 2)).astype(np.int64)
 
 
 def plan_microbatches(
@@ -154,66 +84,51 @@ def plan_microbatches(
     longest = max(lengths, default=0)
     if longest > max_tokens:
         raise ValueError(f"a sequence of {longest} tokens does not fit into a microbatch of {max_tokens}")
-    work = _Workload.measure(lengths, attention_ratio, shared)
+    work = PackingWork.measure(lengths, attention_ratio, shared)
     arrange = partial(_plan_units, work=work, dp_size=dp_size, max_tokens=max_tokens, count_multiple=count_multiple)
-    singles = _Units.measure(work, np.arange(len(lengths)), np.arange(len(lengths) + 1))
+    singles = Units.measure(work, np.arange(len(lengths)), np.arange(len(lengths) + 1))
     if shared is None:
         return _spell_out(arrange(singles), dp_size)
     units = _split_groups(work, max_tokens)
     plan = arrange(units)
     longest = int(work.costs.max(initial=0))
-    fully_shared = work.costs.sum() - _compute_costs(shared.num_shared, attention_ratio).sum()
+    fully_shared = work.costs.sum() - compute_costs(shared.num_shared, attention_ratio).sum()
     least = max(longest, int(fully_shared) / dp_size)  # lower bound of the heaviest rank's cost
-    fewest = _round_up(-(-sum(lengths) // (dp_size * max_tokens)), count_multiple)  # microbatches per rank, plain
-    loads = _rank_costs(plan, work, dp_size)
-    if max(loads) <= _CLOSE * least and len(plan[1]) - 1 <= dp_size * fewest:
+    fewest = round_up(-(-sum(lengths) // (dp_size * max_tokens)), count_multiple)  # microbatches per rank, plain
+    loads = work.sum_by_rank(plan, dp_size)
+    if max(loads) <= CLOSE * least and len(plan[1]) - 1 <= dp_size * fewest:
         return _spell_out(plan, dp_size)
     plain = arrange(singles)
-    plain_cost = max(_rank_costs(plain, work, dp_size))
-    if plain_cost > _CLOSE * longest:
-        plan, loads = _divide_groups(units, plan, loads, work, arrange)
+    plain_cost = max(work.sum_by_rank(plain, dp_size))
+    if dp_size > 1 and plain_cost > CLOSE * longest:
+        from megatron_rl.samples.balancing import divide_groups
+
+        plan, loads = divide_groups(units, plan, loads, work, arrange)
     cost, has_fewer = max(loads), len(plain[1]) < len(plan[1])
-    is_plain = plain_cost <= (cost * _CLOSE if has_fewer else cost / _CLOSE)
+    is_plain = plain_cost <= (cost * CLOSE if has_fewer else cost / CLOSE)
     return _spell_out(plain if is_plain else plan, dp_size)
 
 
-def _divide_groups(
-    units: _Units, plan: _Joined, loads: list[int], work: _Workload, arrange: Callable[[_Units], _Joined]
-) -> tuple[_Joined, list[int]]:
-    for _ in range(min(2 * len(loads), _MOST_ROUNDS)):
-        if max(loads) <= max(_CLOSE * sum(loads) / len(loads), int(work.costs.max(initial=0))):
-            break
-        divided = _divide_overloaded(units, plan, loads, work)
-        if divided is None:
-            break
-        better = arrange(divided)
-        better_loads = _rank_costs(better, work, len(loads))
-        if max(better_loads) >= max(loads):
-            break
-        units, plan, loads = divided, better, better_loads
-    return plan, loads
-
-
-def _split_groups(work: _Workload, max_tokens: int) -> _Units:
+def _split_groups(work: PackingWork, max_tokens: int) -> Units:
     assert work.shared is not None
     starts = np.flatnonzero(work.shared.num_shared == 0)
-    groups = _Units.measure(work, np.argsort(work.shared.places), np.append(starts, len(work.tokens)))
+    groups = Units.measure(work, np.argsort(work.shared.places), np.append(starts, len(work.tokens)))
     is_large = groups.tokens > max_tokens
     if not is_large.any():
         return groups
     units: list[list[int]] = []
     for members, split in zip(np.split(groups.members, starts[1:]), is_large.tolist(), strict=True):
         units += _split_group(members, work, max_tokens) if split else [members.tolist()]
-    return _Units.measure(work, *_join(units))
+    return Units.measure(work, *_join(units))
 
 
-def _split_group(members: np.ndarray, work: _Workload, max_tokens: int) -> list[list[int]]:
+def _split_group(members: np.ndarray, work: PackingWork, max_tokens: int) -> list[list[int]]:
     assert work.shared is not None
-    bounds, common = _cut(members, np.array([0, len(members)]), work.shared)
+    bounds, common = work.shared.cut(members, np.array([0, len(members)]))
     parts, common = np.split(members, bounds[1:-1]), int(common[0])
     sizes = work.sum_joined(members, bounds)[0] - common
     small = np.flatnonzero(sizes <= max_tokens - common)
-    bin_of, num_bins = _fill_fewest_bins(sizes[small], max_tokens - common)
+    bin_of, num_bins = fill_fewest_bins(sizes[small], max_tokens - common)
     units: list[list[int]] = [[] for _ in range(num_bins)]
     for part, into in zip(small.tolist(), bin_of.tolist(), strict=True):
         units[into] += parts[part].tolist()
@@ -221,158 +136,29 @@ def _split_group(members: np.ndarray, work: _Workload, max_tokens: int) -> list[
     return [*filter(None, units), *(unit for part in large for unit in _split_group(part, work, max_tokens))]
 
 
-def _divide_overloaded(
-    units: _Units, plan: _Joined, loads: list[int], work: _Workload, few_ranks: int = _FEW_RANKS
-) -> _Units | None:
-    """Split the costliest divisible unit of each overloaded rank; return `None` if none is divisible.
-
-    If at most `few_ranks` are overloaded, only the heaviest rank's unit is split, in two.
-    """
-    assert work.shared is not None
-    members, bounds, _, costs = units
-    sizes, share, firsts = np.diff(bounds), sum(loads) / len(loads), members[bounds[:-1]]
-    is_overloaded = np.asarray(loads) > _CLOSE * share
-    if np.count_nonzero(is_overloaded) <= few_ranks:
-        is_overloaded &= np.arange(len(loads)) == loads.index(max(loads))
-        share = math.inf
-    rank_of = np.empty(len(work.tokens), np.int64)
-    bounds_of_ranks = plan[1][:: (len(plan[1]) - 1) // len(loads)]
-    rank_of[plan[0]] = np.repeat(np.arange(len(loads)), np.diff(bounds_of_ranks))
-    ranks = rank_of[firsts]
-    some = np.flatnonzero(is_overloaded[ranks] & (sizes > 1))
-    some = some[np.lexsort((firsts[some], -costs[some], ranks[some]))]
-    if not len(some):
-        return None
-    is_divided = np.zeros(len(sizes), bool)
-    is_divided[some[np.flatnonzero(np.diff(ranks[some], prepend=-1))]] = True  # costliest unit per rank
-    is_moved = np.repeat(is_divided, sizes)
-    moved, ends = members[is_moved], np.append(0, np.cumsum(sizes[is_divided]))
-    starts, _ = _cut(moved, ends, work.shared)
-    unit_of = np.searchsorted(ends, starts[:-1], "right") - 1
-    num_bins = np.maximum(2, np.ceil(costs[is_divided] / share)).astype(np.int64)
-    bin_of = _fill_bins_of_each(work.sum_joined(moved, starts)[1], unit_of, num_bins)
-    part_of = np.unique(unit_of * num_bins.max() + bin_of, return_inverse=True)[1]
-    order, starts = sort_into(np.repeat(part_of, np.diff(starts)), int(part_of.max()) + 1)
-    return units.replace(is_divided, _Units.measure(work, moved[order], starts))
-
-
-def _plan_units(units: _Units, work: _Workload, dp_size: int, max_tokens: int, count_multiple: int) -> _Joined:
+def _plan_units(units: Units, work: PackingWork, dp_size: int, max_tokens: int, count_multiple: int) -> Joined:
     members, bounds, tokens, costs = units
-    bin_of, num_bins = _fill_fewest_bins(tokens, max_tokens, dp_size, count_multiple)
-    bin_of = _deal(bin_of, num_bins, costs, dp_size)[bin_of]
-    balance_ranks(bin_of, num_bins, dp_size, tokens, costs, max_tokens)
+    bin_of, num_bins = fill_fewest_bins(tokens, max_tokens, dp_size, count_multiple)
+    bin_of = deal(bin_of, num_bins, costs, dp_size)[bin_of]
+    if dp_size > 1:
+        from megatron_rl.samples.balancing import balance_ranks
+
+        balance_ranks(bin_of, num_bins, dp_size, tokens, costs, max_tokens)
     bin_of = np.repeat(bin_of, np.diff(bounds))
     places = members if work.shared is None else work.shared.places[members]
     return members[np.argsort(bin_of * len(members) + places)], find_bounds(bin_of, num_bins)
 
 
-def _spell_out(plan: _Joined, dp_size: int) -> MicrobatchPlan:
+def _spell_out(plan: Joined, dp_size: int) -> MicrobatchPlan:
     members, bounds = (array.tolist() for array in plan)
     microbatches = [members[i:j] for i, j in pairwise(bounds)]
     count = len(microbatches) // dp_size
     return [microbatches[i : i + count] for i in range(0, len(microbatches), count)]
 
 
-def _fill_fewest_bins(
-    lengths: np.ndarray, max_tokens: int, multiple: int = 1, count_multiple: int = 1
-) -> tuple[np.ndarray, int]:
-    """Pack lengths into the fewest bins of `max_tokens`; return the bin of each and the number of bins."""
-    order = np.argsort(-lengths, kind="stable")
-    longest_first = lengths[order].tolist()
-    enough = -(-sum(longest_first) // max_tokens) if max_tokens else 1
-    alone = int(np.count_nonzero(2 * lengths > max_tokens))  # no two of these fit into one bin
-    k = first = _round_up(-(-max(enough, alone) // multiple), count_multiple)
-
-    def fill(k: int) -> list[int] | None:
-        return _fill_bins(longest_first, multiple * k, max_tokens)
-
-    step, last = count_multiple, first + (_TRIED_ONE_BY_ONE - 1) * count_multiple
-    while (bins := fill(k)) is None and k < last:
-        k += step
-    if bins is None:
-        while (bins := fill(k + step)) is None:
-            k, step = k + step, 2 * step
-        while step > count_multiple:  # k does not fit, k + step does
-            half = step // count_multiple // 2 * count_multiple
-            found = fill(k + half)
-            k, step, bins = (k + half, step - half, bins) if found is None else (k, half, found)
-        k += step
-    bin_of = np.empty(len(lengths), np.int64)
-    bin_of[order] = bins
-    return bin_of, multiple * k
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-max(1, count) // multiple) * multiple
-
-
-def _fill_bins(longest_first: list[int], num_bins: int, max_tokens: int | None = None) -> list[int] | None:
-    """Put each length into the emptiest bin, and return its number; `None` if a bin overflows."""
-    limit = math.inf if max_tokens is None else (max_tokens + 1) * num_bins
-    if longest_first and longest_first[0] * num_bins >= limit:
-        return None
-    alone = min(num_bins, bisect_left(longest_first, 0, key=neg))  # the longest go into empty bins
-    bins = [*range(alone)]
-    heap = [length * num_bins + b for b, length in enumerate(longest_first[:alone])] + [*range(alone, num_bins)]
-    heapq.heapify(heap)  # load * num_bins + bin
-    for length in longest_first[alone:]:
-        key = heap[0] + length * num_bins
-        if key >= limit:
-            return None
-        heapq.heapreplace(heap, key)
-        bins.append(key % num_bins)
-    return bins
-
-
-def _fill_bins_of_each(lengths: np.ndarray, part_of: np.ndarray, num_bins: np.ndarray) -> np.ndarray:
-    """Put each length [n] into the emptiest bin of its part, longest first; `num_bins` is by part."""
-    order, bounds = np.lexsort((-lengths, part_of)), find_bounds(part_of, len(num_bins))
-    bin_of = np.empty(len(lengths), np.int64)
-    most = int(np.diff(bounds).max())
-    if most > len(num_bins):
-        for (i, j), number in zip(pairwise(bounds.tolist()), num_bins.tolist(), strict=True):
-            bins = _fill_bins(lengths[order[i:j]].tolist(), number)
-            assert bins is not None, "bins without a limit hold anything"
-            bin_of[order[i:j]] = bins
-        return bin_of
-    loads = np.zeros((len(num_bins), int(num_bins.max())), np.int64)
-    loads[np.arange(loads.shape[1]) >= num_bins[:, None]] = np.iinfo(np.int64).max
-    for k in range(most):  # the longest of each part, then the next
-        parts = np.flatnonzero(np.diff(bounds) > k)
-        chosen = order[bounds[parts] + k]
-        bin_of[chosen] = found = loads[parts].argmin(1)
-        loads[parts, found] += lengths[chosen]
-    return bin_of
-
-
-def _deal(bin_of: np.ndarray, num_bins: int, unit_costs: np.ndarray, dp_size: int) -> np.ndarray:
-    """Deal bins, heaviest first, to the lightest unfilled rank; return new bin numbers, adjacent within a rank."""
-    costs, firsts = np.zeros(num_bins, np.int64), np.full(num_bins, -1)
-    np.add.at(costs, bin_of, unit_costs)
-    firsts[bin_of[::-1]] = np.arange(len(bin_of))[::-1]
-    order = np.lexsort((firsts, -costs))
-    numbers, count = np.empty(num_bins, np.int64), num_bins // dp_size
-    if count == 1:
-        numbers[order] = np.arange(num_bins)
-        return numbers
-    heap, filled, cost_list = [*range(dp_size)], [0] * dp_size, costs.tolist()  # load * dp_size + rank
-    for b in order.tolist():
-        key = heapq.heappop(heap)
-        rank = key % dp_size
-        numbers[b] = rank * count + filled[rank]
-        filled[rank] += 1
-        if filled[rank] < count:
-            heapq.heappush(heap, key + cost_list[b] * dp_size)
-    return numbers
-
-
-def _rank_costs(plan: _Joined, work: _Workload, dp_size: int) -> list[int]:
-    return work.sum_joined(*plan)[1].reshape(dp_size, -1).sum(1).tolist()
-
-
 def microbatch_sizes(plan: MicrobatchPlan, lengths: Sequence[int], shared: SharedPrefixes | None = None) -> list[int]:
     """Return the tokens of all microbatches of a plan, without padding."""
-    work = _Workload.measure(lengths, 0.0, shared)
+    work = PackingWork.measure(lengths, 0.0, shared)
     return work.sum_joined(*_join(chain.from_iterable(plan)))[0].tolist()
 
 
@@ -396,10 +182,10 @@ def packing_metrics(
         packing/imbalance: cost of the most expensive DP rank / mean cost of a DP rank.
         packing/<shared.name>_repeats: only with `shared`; shareable tokens computed / distinct ones (1 is ideal).
     """
-    work = _Workload.measure(lengths, attention_ratio, shared)
+    work = PackingWork.measure(lengths, attention_ratio, shared)
     members, bounds = joined = _join(chain.from_iterable(plan))
     sizes = work.sum_joined(*joined)[0].tolist()
-    loads = _rank_costs(joined, work, len(plan))
+    loads = work.sum_by_rank(joined, len(plan))
     metrics = {
         "packing/efficiency": sum(sizes) / sum(map(pad, sizes)),
         "packing/padded_efficiency": sum(lengths) / max(len(lengths) * max(lengths, default=0), 1),

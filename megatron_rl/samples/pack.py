@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.samples.fetch import Holders
 from megatron_rl.samples.microbatches import MicrobatchPlan, microbatch_sizes, packing_metrics, plan_microbatches
-from megatron_rl.samples.prefix import SharedPrefixes, is_repeated, share_prompts
+from megatron_rl.samples.prefix import SharedPrefixes, share_prompts
 from megatron_rl.samples.table import Headers
 from megatron_rl.types import Branch, LossLedger, RouteShape
 
@@ -83,7 +83,9 @@ class Packer:
         """Plan all DP replicas' microbatches, then fetch and pack the sequences of this replica; collective."""
         shared = None
         if self.config.share_prompts == "tree":
-            shared = share_branches(headers)
+            from megatron_rl.samples.branches import share_branches
+
+            shared = share_branches(headers.rows)
         elif self.config.share_prompts:
             shared = share_prompts(number_prompts(headers), headers["num_prompt_tokens"])
         plans, metrics = self._plan(headers, shared)
@@ -144,8 +146,12 @@ class Packer:
             plans.append((range(start, stop), plan))
             metrics.append(packing_metrics(plan, own, budget, pad=pad, attention_ratio=ratio, shared=part))
             sizes += microbatch_sizes(plan, own, part)
-        padding = padding_metrics((size, pad(size)) for size in sizes) if model.buckets else {}
-        return plans, {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]} | padding
+        means = {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]}
+        if model.buckets:
+            from megatron_rl.samples.fixed_shapes import padding_metrics
+
+            means |= padding_metrics((size, pad(size)) for size in sizes)
+        return plans, means
 
     def _weigh(self, headers: Headers) -> tuple[np.ndarray, list[LossLedger]]:
         mode, constant = self.algorithm.loss_agg_mode, self.algorithm.loss_scale_factor or self.plan.max_response_length
@@ -160,18 +166,6 @@ class Packer:
         return Padding(self.model.pad_multiple, self.model.buckets, self.plan.longest_sequence)
 
 
-def padding_metrics(shapes: Iterable[tuple[int, int]]) -> dict[str, float]:
-    """Compute the share of padding in total and per bucket from (real tokens, bucket size) of every microbatch."""
-    by_bucket: dict[int, list[int]] = {}
-    for real, size in shapes:
-        by_bucket.setdefault(size, []).append(real)
-    computed = sum(size * len(found) for size, found in by_bucket.items())
-    metrics = {"packing/padding_share": 1.0 - sum(map(sum, by_bucket.values())) / computed}
-    for size, found in sorted(by_bucket.items()):
-        metrics[f"packing/padding_share_{size}"] = 1.0 - sum(found) / (size * len(found))
-    return metrics
-
-
 def number_prompts(headers: Headers) -> np.ndarray:
     """Number the runs of adjacent sequences with equal prompt tokens and prompt routes, [n].
 
@@ -180,19 +174,6 @@ def number_prompts(headers: Headers) -> np.ndarray:
     """
     names = ("prompt_id", "num_prompt_tokens", "prompt_routes")
     return np.cumsum(np.any([np.diff(headers.rows[name], prepend=headers.rows[name][:1]) for name in names], axis=0))
-
-
-def share_branches(headers: Headers) -> SharedPrefixes:
-    """Share prompts between rollouts, and prefixes between the branches of a rollout: one prefix tree per prompt."""
-    rows = headers.rows
-    runs = np.cumsum(np.diff(rows["prompt_id"], prepend=rows["prompt_id"][:1]) != 0)
-    order = np.lexsort((rows["place"], rows["rollout"], -rows["num_prompt_tokens"], runs))
-    rows, runs = rows[order], runs[order]
-    has_prompt = is_repeated(runs) & is_repeated(rows["prompt_routes"])
-    num_shared = np.where(
-        is_repeated(rows["rollout"]), rows["num_shared"], np.where(has_prompt, rows["num_prompt_tokens"], 0)
-    )
-    return SharedPrefixes(np.argsort(order), num_shared.astype(np.int64), headers["num_tokens"], "prefix")
 
 
 def list_replicas(layout: ParallelLayout) -> np.ndarray:

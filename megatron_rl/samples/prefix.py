@@ -16,9 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-
-from megatron_rl.types import Branch
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,18 @@ class SharedPrefixes:
         shared[firsts] = 0
         return shared
 
+    def cut(self, members: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Cut each list of sequences (two or more) into parts; a part has a longer common prefix than its list.
+
+        Returns the bounds of the parts in `members`, and the length of each list's common prefix.
+        """
+        saved = self.measure(members, bounds[:-1])
+        saved[bounds[:-1]] = np.iinfo(np.int64).max
+        common = np.minimum.reduceat(saved, bounds[:-1])
+        is_first = saved == np.repeat(common, np.diff(bounds))
+        is_first[bounds[:-1]] = True
+        return np.append(np.flatnonzero(is_first), len(members)), common
+
     def part(self, start: int, stop: int) -> SharedPrefixes:
         """Return the shared prefixes of the sequences [start, stop), renumbered from `start`."""
         order = np.argsort(self.places[start:stop])
@@ -80,34 +89,6 @@ def share_prompts(group_of: Sequence[int] | np.ndarray, prompt_lengths: Sequence
 def is_repeated(values: np.ndarray) -> np.ndarray:
     """Return whether each value equals its predecessor, [n] bool."""
     return np.concatenate([np.zeros(min(len(values), 1), bool), values[1:] == values[:-1]])
-
-
-def arrange_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int]]:
-    """Order the branches of a rollout as a walk through their prefix tree, most prompt tokens first.
-
-    Returns:
-        The place of each branch, and the tokens that it shares with the previous place.
-    """
-    order = sorted(
-        range(len(branches)), key=lambda i: (-branches[i].num_prompt_tokens, branches[i].tokens.astype(">u4").tobytes())
-    )
-    places, num_shared = [0] * len(branches), [0] * len(branches)
-    for place, index in enumerate(order):
-        places[index] = place
-        if place:
-            num_shared[index] = _count_common(branches[order[place - 1]], branches[index])
-    return places, num_shared
-
-
-def _count_common(first: Branch, second: Branch) -> int:
-    """Count the common leading tokens with equal expert routes."""
-    length = min(len(first.tokens), len(second.tokens))
-    is_same = first.tokens[:length] == second.tokens[:length]
-    if first.routes is not None and second.routes is not None:
-        is_same = is_same & (first.routes[:length] == second.routes[:length]).all((1, 2))
-    elif first.routes is not second.routes:
-        return 0
-    return length if is_same.all() else int(is_same.argmin())
 
 
 @dataclass(frozen=True)
@@ -143,16 +124,3 @@ def move_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to a tensor on the device; copies to a GPU are asynchronous."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def pad_segment_keys(keys: SegmentKeys, num_segments: int, num_keys: int, max_prefixed: int) -> SegmentKeys:
-    """Pad to `num_segments` segments and `num_keys` keys; the last segment, without queries, owns the padding.
-
-    Args:
-        max_prefixed: the result's `max_seqlen`.
-    """
-    count, room = len(keys.index), num_segments + 1 - len(keys.cu_seqlens)
-    assert room > 0 and num_keys >= count and keys.max_seqlen <= max_prefixed
-    cu_seqlens = F.pad(keys.cu_seqlens, (0, room), value=count)
-    cu_seqlens[-1] = num_keys
-    return SegmentKeys(F.pad(keys.index, (0, num_keys - count), value=-1), cu_seqlens, max_prefixed)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import gather_flat
 from megatron_rl.rewards.answers import name_answer
-from megatron_rl.samples.prefix import arrange_branches
 from megatron_rl.types import FAILED, SERVICE_FAILURES, Rollout, has_reward
 
 FINISH_REASONS = ("stop", "length", "turns", "timeout", "error")
@@ -32,7 +31,7 @@ HEADER = np.dtype(
         ("reward", np.float64),
         ("earlier_reward", np.float64),  # part of the reward earned before the last token of this sequence
         ("sample_index", np.int16),
-        ("place", np.int16),  # see `arrange_branches`
+        ("place", np.int16),  # see `branches.arrange_branches`
         ("num_shared", np.int32),  # likewise
         ("group", np.int32),  # index of the prompt in the step
         ("rollout", np.int32),  # index of the rollout in the step
@@ -164,7 +163,12 @@ def build_headers(
         in_loss = has_reward(rollout.finish_reason, rollout.reward_components) and not is_cut
         reason = FINISH_REASONS.index(rollout.finish_reason)
         earlier = 0.0
-        for branch, place, num_shared in zip(rollout.branches, *arrange_branches(rollout.branches), strict=True):
+        places = [0], [0]
+        if len(rollout.branches) > 1:
+            from megatron_rl.samples.branches import arrange_branches
+
+            places = arrange_branches(rollout.branches)
+        for branch, place, num_shared in zip(rollout.branches, *places, strict=True):
             rewards = np.zeros(1) if branch.rewards is None else branch.rewards
             before = earlier + float(rewards[:-1].sum(dtype=np.float64))
             earlier += float(rewards.sum(dtype=np.float64))

@@ -16,7 +16,7 @@ from megatron_rl.config.schema import FULLY_SHARDED, ModelConfig
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.samples.batch import Buckets, TrainBatch, build_buckets
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.microbatches import compute_attention_ratio
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
@@ -24,6 +24,7 @@ from megatron_rl.weights.megatron_layout import find_shard_key, training_placeme
 from megatron_rl.weights.placement_tables import PlacementTable
 
 if TYPE_CHECKING:
+    from megatron_rl.samples.fixed_shapes import Buckets
     from megatron_rl.transfer.computed import SourceParams
 
 
@@ -94,6 +95,8 @@ class LaidOutModel:
         self.adapters = make_adapter_shape(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
         self.buckets: Buckets | None = None
         if spec.trainable and spec.training.step_mode != "eager":
+            from megatron_rl.samples.fixed_shapes import build_buckets
+
             config = spec.training
             self.buckets = build_buckets(
                 config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, _NUM_SEQUENCES

@@ -74,7 +74,7 @@ def test_every_built_in_name_is_a_row_of_the_catalog_and_has_its_formula() -> No
     """A formula of ours that registers itself would be unknown to a dry run, which does not import the formulas."""
     tables = [ADVANTAGE_ESTIMATORS, POLICY_LOSSES]
     known = [dict(table) for table in tables]
-    for module in ("advantages", "losses"):
+    for module in ("advantages", "estimators", "losses", "policy_losses"):
         importlib.reload(importlib.import_module(f"megatron_rl.algorithms.{module}"))
     assert [dict(table) for table in tables] == known
     for entry in [*(e.estimate for e in ADVANTAGE_ESTIMATORS.values()), *POLICY_LOSSES.values()]:

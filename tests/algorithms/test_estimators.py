@@ -23,8 +23,8 @@ from megatron_rl.algorithms.advantages import (
     AdvantageInputs,
     compute_advantages,
     compute_token_rewards,
-    whiten_over_ranks,
 )
+from megatron_rl.algorithms.estimators import whiten_over_ranks
 from megatron_rl.config.schema import AlgorithmConfig
 
 GROUP_SIZES = [3, 1, 2, 4]

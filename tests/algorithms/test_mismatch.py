@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.algorithms.mismatch import (
+from megatron_rl.algorithms.catalog import has_importance_weights
+from megatron_rl.algorithms.importance import (
+    Responses,
     compute_importance_weights,
     finish_importance_weights,
-    finish_mismatch,
     normalize_weights,
-    sum_mismatch,
 )
-from megatron_rl.algorithms.plugin_types import Responses
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.samples.estimate import finish_mismatch, sum_mismatch
 
 IDS = torch.tensor([5, 5, 5, 5, 2, 2, 2, 7, 7, -1, -1, 9, 9, 9])
 MASK = torch.tensor([0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1], dtype=torch.bool)  # 7 is masked as a whole
@@ -25,7 +25,7 @@ RATIOS = [9.0, 4.0, 1.0, 2.0, 9.0, 0.25, 1.0, 8.0, 9.0, 7.0, 7.0, 9.0, 1.5, 0.75
 LOG2 = math.log(2)
 
 
-def compute(ratios: list[float] = RATIOS, **settings: Any) -> tuple[torch.Tensor | None, dict[str, float]]:
+def compute(ratios: list[float] = RATIOS, **settings: Any) -> tuple[torch.Tensor, dict[str, float]]:
     rollout = torch.full((len(ratios),), -3.0)
     return compute_importance_weights(
         rollout + torch.tensor(ratios).log(), rollout, MASK, Responses.of_sequences(IDS), AlgorithmConfig(**settings)
@@ -66,10 +66,8 @@ def test_weights_equal_the_loop(mode: str, threshold: float | None, bounds: tupl
     settings = dict(
         importance_sampling=mode, reject_sequence_above=threshold, importance_low=bounds[0], importance_high=bounds[1]
     )
+    assert has_importance_weights(AlgorithmConfig(**settings)) == (mode != "none" or threshold is not None)
     weights, sums = compute(**settings)
-    if mode == "none" and threshold is None:
-        assert weights is None and sums == {} and finish_importance_weights(sums) == {}
-        return
     assert weights.dtype == torch.float32 and weights.tolist() == pytest.approx(weights_by_loop(**settings), rel=1e-5)
     assert sums["weight"] == pytest.approx(sum(weights_by_loop(**settings)), rel=1e-5)
     assert (sums["tokens"], sums["sequences"]) == (7, 3)

@@ -28,7 +28,7 @@ from megatron_rl.algorithms.losses import PolicyLossInputs
 from megatron_rl.config.fields import OPTIONS
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.extension.user_code import load_plugins
-from megatron_rl.rewards.scoring import load_reward_function
+from megatron_rl.rewards.functions import load_reward_function
 from rl_runs import make_task, overrides_for, train
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/extending.md"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import megatron_rl.extension.user_code as user_code
-from megatron_rl.rewards.scoring import load_reward_function
+from megatron_rl.rewards.functions import load_reward_function
 from megatron_rl.types import UserError
 from reward_samples import SIGNATURE
 

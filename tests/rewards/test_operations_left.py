@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.rewards.scoring import load_reward_function, score_math
+from megatron_rl.rewards.functions import load_reward_function
+from megatron_rl.rewards.scoring import score_math
 
 UNFINISHED = {
     "98": [

@@ -16,8 +16,8 @@ from types import ModuleType
 
 import pytest
 
+from megatron_rl.rewards.functions import load_reward_function
 from megatron_rl.rewards.public_sets import score_gsm8k, score_math_dapo, score_math_set, score_search
-from megatron_rl.rewards.scoring import load_reward_function
 
 TABLE = [
     ("openai/gsm8k", "so\n#### 1,072", "1072", 1.0),

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.rewards.scoring import Score, compute_score, load_reward_function, parse_score
+from megatron_rl.rewards.functions import compute_score, load_reward_function
+from megatron_rl.rewards.scoring import Score, parse_score
 from megatron_rl.types import UserError
 from reward_samples import make_rollout, write_function
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.rewards.scoring import Score, compute_score, load_reward_function
-from megatron_rl.rewards.workers import WorkerPool
+from megatron_rl.rewards.functions import WorkerPool, compute_score, load_reward_function
+from megatron_rl.rewards.scoring import Score
 from megatron_rl.types import UserError
 from reward_samples import make_rollout, wait_for_end, wait_for_file, write_function
 
@@ -158,7 +158,7 @@ def test_workers_end_with_a_killed_rank(tmp_path):
         tmp_path, f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(1000)"
     )
     code = (
-        "from megatron_rl.rewards.workers import WorkerPool\nfrom reward_samples import make_rollout\n"
+        "from megatron_rl.rewards.functions import WorkerPool\nfrom reward_samples import make_rollout\n"
         f"WorkerPool([({function!r}, 'reward.function')], 1, 1000.0).submit(0, make_rollout()).result()"
     )
     rank = subprocess.Popen(

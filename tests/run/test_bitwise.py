@@ -22,7 +22,7 @@ from distributed import run_ranks
 from megatron_rl.models import attention_backends
 from megatron_rl.models.attention import PackedAttention
 from megatron_rl.models.rms_norm import RMSNorm
-from megatron_rl.samples.estimate import check_bits
+from megatron_rl.samples.corrections import check_bits
 from megatron_rl.samples.experience import Experience
 from megatron_rl.types import Prompt, UserError
 from rl_runs import layout_overrides, load_nested, overrides_for, read_records, train

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.samples import balancing, microbatches
+from megatron_rl.samples import balancing, bins, microbatches
 from megatron_rl.samples.batch import Padding
+from megatron_rl.samples.bins import CLOSE, PackingWork
 from megatron_rl.samples.microbatches import (
     MicrobatchPlan,
     compute_attention_ratio,
@@ -127,7 +128,7 @@ def sum_heaviest(plan: MicrobatchPlan, lengths: list[int], ratio: float, shared:
     place = range(len(lengths)) if shared is None else shared.places.tolist()
     plan = [[sorted(members, key=place.__getitem__) for members in rank] for rank in plan]
     joined = microbatches._join([*chain.from_iterable(plan)])
-    return max(microbatches._rank_costs(joined, microbatches._Workload.measure(lengths, ratio, shared), len(plan)))
+    return max(PackingWork.measure(lengths, ratio, shared).sum_by_rank(joined, len(plan)))
 
 
 @given(GROUPS, st.sampled_from([1, 2, 3, 8, 16, 64]), COUNT_MULTIPLE, RATIO)
@@ -139,25 +140,25 @@ def test_sharing_is_never_worse_than_the_plain_plan(
     options = dict(dp_size=dp_size, max_tokens=MAX_TOKENS, count_multiple=multiple, attention_ratio=ratio)
     plain, plan = plan_microbatches(lengths, **options), plan_microbatches(lengths, **options, shared=shared)
     plain_cost, cost = (sum_heaviest(found, lengths, ratio, shared) for found in (plain, plan))
-    assert cost <= microbatches._CLOSE * plain_cost
-    assert len(plan[0]) <= len(plain[0]) or cost * microbatches._CLOSE < plain_cost
+    assert cost <= CLOSE * plain_cost
+    assert len(plan[0]) <= len(plain[0]) or cost * CLOSE < plain_cost
 
 
 def plan_one_by_one(
     lengths: list[int], shared: SharedPrefixes, ratio: float, options: dict[str, int]
 ) -> MicrobatchPlan:
     """Halve the costliest group of the heaviest rank as often as that helps; a new plan for every group."""
-    work = microbatches._Workload.measure(lengths, ratio, shared)
+    work = PackingWork.measure(lengths, ratio, shared)
     arrange = partial(microbatches._plan_units, work=work, **options)
     units = microbatches._split_groups(work, MAX_TOKENS)
     plan = arrange(units)
     dp_size = options["dp_size"]
     for _ in range(2 * dp_size):
-        loads = microbatches._rank_costs(plan, work, dp_size)
-        if max(loads) * len(loads) <= microbatches._CLOSE * sum(loads):
+        loads = work.sum_by_rank(plan, dp_size)
+        if max(loads) * len(loads) <= CLOSE * sum(loads):
             break
-        divided = microbatches._divide_overloaded(units, plan, loads, work, few_ranks=len(loads))
-        if divided is None or max(microbatches._rank_costs(arrange(divided), work, dp_size)) >= max(loads):
+        divided = balancing._divide_overloaded(units, plan, loads, work, few_ranks=len(loads))
+        if divided is None or max(work.sum_by_rank(arrange(divided), dp_size)) >= max(loads):
             break
         units, plan = divided, arrange(divided)
     return microbatches._spell_out(plan, dp_size)
@@ -177,9 +178,9 @@ def test_dividing_all_overloaded_groups_is_as_good_as_one_at_a_time(
     slow = plan_one_by_one(lengths, shared, ratio, options)
     plan = plan_microbatches(lengths, **options, attention_ratio=ratio, shared=shared)
     joined = microbatches._join([*chain.from_iterable(slow)])
-    loads = microbatches._rank_costs(joined, microbatches._Workload.measure(lengths, ratio, shared), dp_size)
+    loads = PackingWork.measure(lengths, ratio, shared).sum_by_rank(joined, dp_size)
     assert sum_heaviest(plan, lengths, ratio, shared) <= 1.25 * max(loads)
-    if dp_size <= microbatches._FEW_RANKS and max(loads) * dp_size <= microbatches._CLOSE * sum(loads):
+    if dp_size <= balancing._FEW_RANKS and max(loads) * dp_size <= CLOSE * sum(loads):
         plain = plan_microbatches(lengths, **options, attention_ratio=ratio)
         ours, theirs = ({*map(frozenset, chain.from_iterable(found))} for found in (plan, plain))
         assert plan == slow or ours == theirs or len(plan[0]) < len(slow[0])
@@ -338,7 +339,7 @@ def test_planning_for_many_ranks_takes_few_plans(monkeypatch: pytest.MonkeyPatch
     lengths, shared = draw_long_tail(2048), share_prompts(np.arange(2048) // 8, [1] * 2048)
     for sharing in (None, shared):
         plan_microbatches(lengths, dp_size=1024, max_tokens=2 * max(lengths), shared=sharing)
-    assert len(plans) <= 1 + 2 + microbatches._MOST_ROUNDS
+    assert len(plans) <= 1 + 2 + balancing._MOST_ROUNDS
     assert len(tried) <= 1000
 
 
@@ -348,8 +349,8 @@ def test_the_search_for_the_number_of_bins_is_short(num_sequences: int, monkeypa
 
     Counted in attempts, so that it does not depend on the machine; each takes n log n.
     """
-    attempts, fill = [], microbatches._fill_bins
-    monkeypatch.setattr(microbatches, "_fill_bins", lambda *args: attempts.append(args[1]) or fill(*args))
+    attempts, fill = [], bins.fill_bins
+    monkeypatch.setattr(bins, "fill_bins", lambda *args: attempts.append(args[1]) or fill(*args))
     plan = plan_microbatches([51] * num_sequences, dp_size=1, max_tokens=100)
     assert [len(members) for members in plan[0]] == [1] * num_sequences
-    assert len(attempts) <= microbatches._TRIED_ONE_BY_ONE + 2 * num_sequences.bit_length()
+    assert len(attempts) <= bins._TRIED_ONE_BY_ONE + 2 * num_sequences.bit_length()

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.samples.prefix import SharedPrefixes, arrange_branches, build_segment_keys, share_prompts
+from megatron_rl.samples.branches import arrange_branches
+from megatron_rl.samples.prefix import SharedPrefixes, build_segment_keys, share_prompts
 from megatron_rl.types import Branch
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.samples.batch import Buckets, Padding, TrainBatch, build_buckets, build_train_batch, double_until
-from megatron_rl.samples.pack import padding_metrics
+from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
+from megatron_rl.samples.fixed_shapes import Buckets, build_buckets, double_until, padding_metrics
 from megatron_rl.samples.prefix import share_prompts
 from megatron_rl.types import Branch
 

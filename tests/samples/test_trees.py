@@ -19,8 +19,9 @@ from sample_rollouts import ROLLOUTS
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.samples.branches import share_branches
 from megatron_rl.samples.fetch import Holders
-from megatron_rl.samples.pack import Packer, Packing, share_branches
+from megatron_rl.samples.pack import Packer, Packing
 from megatron_rl.samples.table import build_headers
 from megatron_rl.types import Branch, Prompt, Rollout
 from tools.benchmarks.bench_trees import ForkedEpisodes, count_unique_tokens
@@ -169,5 +170,5 @@ def test_branches_that_leave_the_prompt_come_behind_those_with_all_of_it() -> No
     for sample, endings in enumerate(([[3, 4, 5], [8, 9]], [[3, 4, 6]])):
         branches = [Branch.of_response(np.array([1, 2, *end], np.int32), 4 if end[0] == 3 else 2) for end in endings]
         rollouts.append((0, Rollout(Prompt(0, prompt, "", None), sample, branches, [], "stop", reward=0.0)))
-    shared = share_branches(build_headers(rollouts, holder=0))
+    shared = share_branches(build_headers(rollouts, holder=0).rows)
     assert shared.places.tolist() == [0, 2, 1] and shared.num_shared.tolist() == [0, 4, 2]

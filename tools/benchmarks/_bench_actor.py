@@ -19,7 +19,8 @@ from megatron_rl.algorithms.aggregation import aggregate, build_ledger
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.samples.batch import Buckets, Padding, TrainBatch, build_train_batch
+from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
+from megatron_rl.samples.fixed_shapes import Buckets
 from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.samples.prefix import share_prompts
 from megatron_rl.training.roles.actor import Actor

@@ -15,7 +15,8 @@ import torch
 
 from megatron_rl.models.transformer_config import DTYPES
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.samples.batch import TrainBatch, build_buckets
+from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.samples.fixed_shapes import build_buckets
 from megatron_rl.weights.families import ModelShape
 from tools.benchmarks._bench_actor import ALGORITHM, Stopwatch, build_bench_actor, build_bench_batch
 from tools.benchmarks._scripted_workloads import Workload

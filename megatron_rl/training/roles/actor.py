@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
-from megatron_rl.algorithms.mismatch import compute_importance_weights, has_importance_weights
-from megatron_rl.algorithms.plugin_types import Responses
+from megatron_rl.algorithms.catalog import has_importance_weights
+from megatron_rl.algorithms.losses import compute_policy_loss
+from megatron_rl.algorithms.plugin_types import PolicyLossInputs
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.collectives import share_object
 from megatron_rl.samples.batch import TrainBatch
@@ -161,12 +161,14 @@ class Actor:
             microbatch.update_entropy.copy_(entropy.detach())
         old_logprobs = torch.where(self._is_first_pass, logprobs.detach(), microbatch.column("old_logprobs"))
         weights = microbatch.importance_weights
-        if weights is not None:
+        if weights is not None and has_importance_weights(settings):
+            from megatron_rl.algorithms.importance import Responses, compute_importance_weights
+
             responses = Responses.of_sequences(microbatch.sequence_ids)  # weighted ones have one branch
             own, _ = compute_importance_weights(
                 old_logprobs, microbatch.rollout_logprobs, microbatch.loss_mask, responses, settings
             )
-            weights = weights if own is None else torch.where(self._is_first_pass, own, weights)
+            weights = torch.where(self._is_first_pass, own, weights)
         inputs = PolicyLossInputs(
             logprobs,
             microbatch.rollout_logprobs if settings.importance_sampling == "bypass" else old_logprobs,

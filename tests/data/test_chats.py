@@ -23,7 +23,7 @@ from megatron_rl.agents.environment import Task
 from megatron_rl.agents.episode import Opening, Setup
 from megatron_rl.agents.transcript import ChatTranscript, TextTranscript
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.data.marks import GUARD, Marks, remove_guards
+from megatron_rl.data.chats import GUARD, Marks, remove_guards
 from megatron_rl.data.prompts import load_prompts, load_sft_examples
 from megatron_rl.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 

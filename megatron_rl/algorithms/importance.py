@@ -1,51 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mismatch between trainer and engine log-probs of equal tokens and weights, and its correction.
-
-With d = old_logprobs - rollout_logprobs and w = exp(d) per token:
-
-    max, mean                of |d|
-    k3                       mean of w - 1 - d, an estimate of KL(rollout || trainer)
-    effective_sample_size    (sum w)^2 / (N sum w^2): 1 if all weights are equal
-"""
+"""Importance weights, which correct for sampling with the engine's log-probs instead of the trainer's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
-from megatron_rl.algorithms.kl import MAX_LOG_RATIO
-from megatron_rl.algorithms.plugin_types import Responses
+from megatron_rl.algorithms.plugin_types import MAX_LOG_RATIO, mark_first, number_segments, sum_per_segment
 from megatron_rl.config.schema import AlgorithmConfig
 
 
-def sum_mismatch(
-    old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
-) -> tuple[dict[str, float], float]:
-    """Sum this rank's terms of the mismatch metrics over its tokens in the loss.
+@dataclass(frozen=True)
+class Responses:
+    """Assignment of the tokens of a packed [t] tensor to responses.
 
-    Returns:
-        Sums, to be added over DP ranks for `finish_mismatch`, and the maximum of |old_logprobs - rollout_logprobs|.
+    Attributes:
+        is_first: [t] bool, one token of each response, on one rank.
+        add_up: gives every token the sum over its response, [t] -> [t] float64.
     """
-    d = (old_logprobs - rollout_logprobs)[loss_mask].double()
-    w = d.exp()
-    sums = {"abs": d.abs().sum(), "k3": (torch.expm1(d) - d).sum(), "w": w.sum(), "w2": w.square().sum()}
-    maximum = float(d.abs().max()) if len(d) else 0.0
-    return {**{k: float(v) for k, v in sums.items()}, "tokens": float(d.numel())}, maximum
 
+    is_first: torch.Tensor
+    add_up: Callable[[torch.Tensor], torch.Tensor]
 
-def finish_mismatch(sums: dict[str, float], maximum: float) -> dict[str, float]:
-    """Compute the metrics `mismatch/*` from the sums and the maximum over all ranks."""
-    tokens = max(sums["tokens"], 1.0)
-    return {
-        "mismatch/max": maximum,
-        "mismatch/mean": sums["abs"] / tokens,
-        "mismatch/k3": sums["k3"] / tokens,
-        "mismatch/effective_sample_size": sums["w"] ** 2 / (tokens * sums["w2"]) if sums["w2"] else 1.0,
-    }
-
-
-def has_importance_weights(config: AlgorithmConfig) -> bool:
-    """Return whether the config demands importance weights or the rejection of responses."""
-    return config.importance_sampling not in ("none", "bypass") or config.reject_sequence_above is not None
+    @classmethod
+    def of_sequences(cls, sequence_ids: torch.Tensor) -> Responses:
+        """Build from sequence ids [t], with one response per sequence."""
+        segments = number_segments(sequence_ids)
+        return cls(mark_first(sequence_ids), lambda values: sum_per_segment(values, segments))
 
 
 @torch.no_grad()
@@ -55,7 +38,7 @@ def compute_importance_weights(
     loss_mask: torch.Tensor,
     responses: Responses,
     config: AlgorithmConfig,
-) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Compute policy-gradient weights that correct for sampling with the engine's log-probs.
 
         token-truncate       min(w_t, high)                   truncated importance sampling (Yao et al., "Your efficient
@@ -75,12 +58,10 @@ def compute_importance_weights(
         responses: tokens of each rollout, all branches included; in modes sequence and product they share a weight.
 
     Returns:
-        [t] float32 weights, 0 outside the mask, and 0-d sums over this rank for `finish_importance_weights`; `None` and
-        {} unless `has_importance_weights(config)`. No device sync.
+        [t] float32 weights, 0 outside the mask, and 0-d sums over this rank for `finish_importance_weights`. No device
+        sync.
     """
     mode, threshold = config.importance_sampling, config.reject_sequence_above
-    if not has_importance_weights(config):
-        return None, {}
     gap = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
     counts = responses.add_up(loss_mask)
     level, _, action = mode.partition("-")
@@ -121,8 +102,6 @@ def normalize_weights(weights: torch.Tensor, sums: dict[str, float]) -> torch.Te
 
 def finish_importance_weights(sums: dict[str, float]) -> dict[str, float]:
     """Compute the fractions of truncated, masked and rejected weights, and their mean before normalization."""
-    if not sums:
-        return {}
     tokens, sequences = max(sums["tokens"], 1.0), max(sums["sequences"], 1.0)
     return {
         "mismatch/truncated_fraction": sums["truncated"] / tokens,

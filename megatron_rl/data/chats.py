@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps control tokens (marks) such as <|im_end|> in message contents as text.
+"""Chat messages as prompts: read, shortened, and with the control tokens (marks) in their contents kept as text.
 
 A tokenizer turns the text of a mark into its token anywhere. So a guard character is inserted into the marks of
 contents before the chat template is applied; marks without a guard then come from the template.
@@ -14,17 +14,25 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
+from megatron_rl.data.rows import Row, wrong_type
+from megatron_rl.types import UserError
+
+T = TypeVar("T")
 GUARD = "\ufdd0"  # U+FDD0, a Unicode noncharacter
 _GUARDS = re.compile(f"{GUARD}({GUARD}?)")  # two stand for one in the content
 _BARS = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _NAMES = ("role", "type")  # fields whose values templates compare
+_EXPECTED = (
+    'chat messages {"role": text, "content": text}; a content may be a list of parts {"type": "text", "text": text}'
+)
 
 
 def is_mark(text: str, is_special: bool) -> bool:
@@ -83,6 +91,11 @@ class Marks:
             for name, part in value.items()
         }
 
+    @staticmethod
+    def guards(text: str) -> bool:
+        """Return whether a rendered text contains a guard."""
+        return GUARD in text
+
     def encode(self, text: str) -> list[int]:
         """Encode a rendered text; only marks without a guard become control tokens."""
         found = sorted((mark for mark in self._names if mark in text), key=len, reverse=True)
@@ -129,3 +142,86 @@ def _rename(token: AddedToken, name: str) -> AddedToken:
     normalized = token.normalized and name == token.content
     strips = {"lstrip": token.lstrip, "rstrip": token.rstrip}
     return AddedToken(name, single_word=token.single_word, normalized=normalized, special=token.special, **strips)
+
+
+def read_messages(value: Sequence[Any], row: Row, column: str) -> list[dict[str, Any]]:
+    """Return the messages with text contents; text parts are joined (UserError for malformed or no messages)."""
+    if not value:
+        raise wrong_type(column, value, row.location, "at least one chat message")
+    messages = []
+    for message in value:
+        content = _join_parts(message.get("content")) if isinstance(message, dict) else None
+        if content is None or not isinstance(message.get("role"), str):
+            raise wrong_type(column, message, row.location, _EXPECTED)
+        messages.append({**message, "content": content})
+    return messages
+
+
+def _join_parts(content: Any) -> str | None:
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    strings = [text for text in texts if isinstance(text, str)]
+    return "".join(strings) if len(strings) == len(texts) else None
+
+
+def render_messages(
+    messages: list[dict[str, Any]], tokenizer: Any, options: Mapping[str, Any]
+) -> tuple[str, list[int]]:
+    """Return the text of a conversation by the chat template, as the policy sees it, and its tokens."""
+    rendered = tokenizer.render(messages, **options)
+    return remove_guards(rendered), tokenizer.encode_rendered(rendered)
+
+
+def shorten_messages(
+    messages: list[dict[str, Any]],
+    limit: int,
+    policy: str,
+    tokenizer: Any,
+    options: Mapping[str, Any],
+    place: str,
+) -> tuple[str, list[int]]:
+    """Cut the longest contents to a common length, so that the conversation has at most `limit` tokens.
+
+    Args:
+        messages: with text contents.
+        policy: see `keep_tokens`.
+        tokenizer: one of `data/tokenizer.py`.
+        options: template arguments.
+        place: file and line, for the error.
+
+    Returns:
+        The rendered text and its tokens.
+
+    Raises:
+        UserError: the template alone is longer.
+    """
+    contents = [tokenizer.encode_content(message["content"]) for message in messages]
+    longest = max(map(len, contents))
+    while True:
+        text, tokens = render_messages(messages, tokenizer, options)
+        if len(tokens) <= limit:
+            return text, tokens
+        if not longest:
+            raise UserError(
+                f"the chat template alone has {len(tokens)} tokens",
+                source=place,
+                expected=f"fewer than data.max_prompt_length = {limit}",
+                hint="raise data.max_prompt_length",
+            )
+        # Cutting may split or merge tokens at the edge; the next iteration cuts the excess.
+        wanted = sum(min(len(content), longest) for content in contents) - (len(tokens) - limit)
+        while longest and sum(min(len(content), longest) for content in contents) > wanted:
+            longest -= 1
+        messages = [
+            message
+            if len(content) <= longest
+            else {**message, "content": tokenizer.decode(keep_tokens(content, longest, policy))}
+            for message, content in zip(messages, contents, strict=True)
+        ]
+
+
+def keep_tokens(tokens: list[T], limit: int, policy: str) -> list[T]:
+    """Keep the last `limit` tokens ("truncate"), the first ("truncate_right"), or half per end ("truncate_middle")."""
+    first = {"truncate": 0, "truncate_right": limit, "truncate_middle": limit // 2}[policy]
+    return tokens[:first] + tokens[len(tokens) - (limit - first) :]
