@@ -19,8 +19,9 @@ from actor_runs import ACTOR, Case, build_actor
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.parallel.groups import join_groups
 from megatron_rl.training.roles.actor import Actor
+from megatron_rl.training.roles.frozen import AbsentRole
 from megatron_rl.training.roles.mtp import Mtp
-from megatron_rl.training.setup import AbsentRole, LaidOutModel
+from megatron_rl.training.setup import LaidOutModel
 from tiny_models import save_tiny_model
 
 LAYERS = 4  # of the model; its name is also the number of the layer behind them

@@ -1,39 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request handling of an episode's OpenAI-compatible endpoint, one request (a turn) at a time.
 
-docs/agents.md lists its routes. A repeated request (a retry) gets the first answer again.
+docs/agents.md lists its routes. A repeated request (a retry) gets the first answer again. A program sends the whole
+conversation each time: of the longest prefix that was seen before and ends with a reply, the tokens are reused, and
+only the rest is rendered (see `transcript`).
 """
 
 from __future__ import annotations
 
-import hmac
+import copy
 import json
-import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, cast
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any
 
-from megatron_rl.agents.conversations import Context, Conversations
 from megatron_rl.agents.episode import Opening, Setup
 from megatron_rl.agents.requests import (
+    CHAT,
+    GENERATE,
+    TEXT,
     BadRequest,
     read_chat,
     read_generate,
-    read_json,
     read_limit,
-    read_stream,
     read_text,
 )
 from megatron_rl.agents.tool_formats import read_reply, require_format, require_shown, shows_tools
-from megatron_rl.agents.transcript import Message
+from megatron_rl.agents.transcript import ChatTranscript, Message
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import UserError
 
-_CHAT, _TEXT, _GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
-PATHS = (_CHAT, _TEXT, _GENERATE)
 _MODEL = "policy"
+
+
+@dataclass(frozen=True)
+class Context:
+    """The prompt of a request.
+
+    Attributes:
+        name: key of the conversation: a digest for a chat, the text itself for plain text.
+        transcript: the chat so far; `None` if the request has plain text or tokens.
+    """
+
+    tokens: list[int]
+    name: str
+    transcript: ChatTranscript | None = None
+
+
+@dataclass(frozen=True)
+class _Said:
+    context: Context
+    reply: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.context.tokens + self.reply
+
+
+class Conversations:
+    """The conversations of one episode, keyed by content."""
+
+    def __init__(self, tokenizer: Tokenizer, setup: Setup, opening: Opening) -> None:
+        self._tokenizer, self._setup, self._opening = tokenizer, setup, opening
+        self._chats: dict[str, _Said] = {}
+        self._texts: dict[str, _Said] = {}
+
+    def show_chat(self, messages: Sequence[Message], tools: list[Any]) -> Context:
+        """Return the prompt of a chat up to the start of the next reply (UserError if the template rejects it).
+
+        Args:
+            messages: tool-call arguments are objects.
+            tools: in OpenAI format.
+        """
+        names = _name_prefixes(messages, tools)
+        for stop in range(len(messages), 0, -1):
+            if said := self._chats.get(names[stop]):
+                assert said.context.transcript is not None
+                transcript = copy.copy(said.context.transcript)
+                tail = transcript.extend(said.reply, messages[stop:])
+                tokens = tail.tokens if tail.is_fork else said.tokens + tail.tokens
+                return Context(tokens, names[-1], transcript)
+        options, task = self._setup.options | ({"tools": tools} if tools else {}), self._opening.task
+        transcript = ChatTranscript(
+            self._tokenizer,
+            messages,
+            options,
+            self._setup.stop_token_ids,
+            follows_template=self._setup.follows_template,
+        )
+        if task.messages is not None and names[-1] == _name_prefixes(task.messages, task.tools)[-1]:
+            return Context(self._opening.tokens, names[-1], transcript)
+        text = self._tokenizer.render([*messages], **options)
+        return Context(self._tokenizer.encode_rendered(text), names[-1], transcript)
+
+    def show_text(self, text: str) -> Context:
+        """Return the prompt for plain text; an earlier prompt and reply at the text's start keep their tokens.
+
+        The program rendered the text, so special tokens in it are recognized.
+        """
+        known = max((key for key in self._texts if text.startswith(key)), key=len, default=None)
+        if known is not None:
+            return Context(self._texts[known].tokens + self._tokenizer.encode(text[len(known) :]), text)
+        is_task = text == self._opening.task.prompt
+        return Context(self._opening.tokens if is_task else self._tokenizer.encode(text), text)
+
+    def note(self, context: Context, reply: list[int], message: Message) -> None:
+        """Record a reply, so that requests that repeat it reuse its tokens.
+
+        Args:
+            message: the reply as sent to the program.
+        """
+        if context.transcript is None:
+            self._texts[context.name + message["content"]] = _Said(context, reply)
+        else:
+            self._chats[_digest(context.name, message)] = _Said(context, reply)
+
+
+def _name_prefixes(messages: Sequence[Message], tools: list[Any]) -> list[str]:
+    return list(accumulate(messages, _digest, initial=json.dumps(tools, sort_keys=True)))
+
+
+def _digest(name: str, message: Message) -> str:
+    """Return the key of a conversation extended by a message: the hash of its key so far and the message.
+
+    White space of replies and the formatting of arguments are ignored, because programs change them.
+    """
+    text, calls = message.get("content") or "", message.get("tool_calls") or []
+    said = [
+        message["role"],
+        "".join(text.split()) if message["role"] == "assistant" else text,
+        [[call["function"]["name"], call["function"]["arguments"]] for call in calls],
+    ]
+    return blake2b((name + json.dumps(said, sort_keys=True)).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -110,15 +211,15 @@ class Endpoint:
         temperature = self._setup.temperature
         tools: list[Any] = []
         try:
-            if path == _CHAT:
+            if path == CHAT:
                 messages, tools = read_chat(body, temperature)
                 if tools:
                     self._require_tools()
                 context = self._conversations.show_chat(messages, tools)
-            elif path == _TEXT and isinstance(prompt := read_text(body, temperature), str):
+            elif path == TEXT and isinstance(prompt := read_text(body, temperature), str):
                 context = self._conversations.show_text(prompt)
             else:
-                tokens = prompt if path == _TEXT else read_generate(body, temperature, self._setup.stop_token_ids)
+                tokens = prompt if path == TEXT else read_generate(body, temperature, self._setup.stop_token_ids)
                 context = Context(tokens, "")
         except UserError as error:
             raise BadRequest(error.found) from error
@@ -158,13 +259,13 @@ class Endpoint:
     def _write(self, path: str, body: Mapping[str, Any], found: _Answered) -> dict[str, Any]:
         sample = found.sample
         choice: dict[str, Any] = {"index": 0, "finish_reason": sample.finish_reason, "logprobs": None}
-        if path == _GENERATE or body.get("return_token_ids"):
+        if path == GENERATE or body.get("return_token_ids"):
             choice["token_ids"] = sample.tokens
-        if path == _GENERATE:
+        if path == GENERATE:
             names = [f"token_id:{token}" for token in sample.tokens]
             return {"choices": [choice | {"logprobs": _write_logprobs(names, sample)}]}
         shown = {"prompt_token_ids": found.prompt} if body.get("return_token_ids") else {}
-        if path == _TEXT:
+        if path == TEXT:
             return {"object": "text_completion", "choices": [choice | {"text": found.message["content"]}], **shown}
         if body.get("logprobs"):
             choice["logprobs"] = _write_logprobs([self._tokenizer.decode([token]) for token in sample.tokens], sample)
@@ -186,141 +287,3 @@ def _write_logprobs(names: Iterable[str], sample: Sample) -> dict[str, Any]:
             for name, logprob in zip(names, sample.logprobs, strict=True)
         ]
     }
-
-
-def split_into_chunks(answer: Mapping[str, Any], with_usage: bool) -> list[dict[str, Any]]:
-    """Split a response into streaming chunks: the reply, the finish reason, and optionally the usage."""
-    (choice,) = answer["choices"]
-    head = {name: answer[name] for name in ("id", "created", "model", "object")}
-    whole = {**choice, "finish_reason": None}
-    ending = {"index": 0, "finish_reason": choice["finish_reason"], "logprobs": None}
-    if message := whole.pop("message", None):
-        head["object"] = "chat.completion.chunk"
-        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or [])]
-        whole["delta"] = {**message, **({"tool_calls": calls} if calls else {})}
-        ending["delta"] = {}
-    else:
-        ending["text"] = ""
-    chunks = [head | {"choices": [whole]}, head | {"choices": [ending]}]
-    return chunks + ([head | {"choices": [], "usage": answer["usage"]}] if with_usage else [])
-
-
-_LARGEST_BODY = 32 << 20  # bytes
-_LONGEST_MESSAGE = 1000  # characters
-
-
-class EndpointServer(ThreadingHTTPServer):
-    """A server for one endpoint, with a thread per connection.
-
-    Attributes:
-        token: bearer token that requests must carry.
-        url: base URL, without /v1.
-    """
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.endpoint, self.token = endpoint, secrets.token_urlsafe(16)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # one connection for many requests
-    disable_nagle_algorithm = True
-    wbufsize = -1  # headers and body in one packet
-
-    def do_GET(self) -> None:
-        """Answer /v1/models with the list of models, and a path below it with the only model."""
-        path = self.path.partition("?")[0]
-        if self._read_body() is None:
-            return
-        models = self._served.endpoint.list_models()
-        if path == "/v1/models":
-            self._send(200, models)
-        elif path.startswith("/v1/models/"):
-            self._send(200, models["data"][0])
-        else:
-            self._refuse(404, f"there is no {path} here")
-
-    def do_POST(self) -> None:
-        """Answer a completion request."""
-        body, path = self._read_body(), self.path.partition("?")[0]
-        if body is None:
-            return
-        if path not in PATHS:
-            self._refuse(404, f"there is no {path} here")
-            return
-        try:
-            request = read_json(body)
-            if not isinstance(request, dict):
-                raise BadRequest("the body is no object")
-            is_streamed, with_usage = read_stream(request)
-            answer = self._served.endpoint.answer(path, request)
-        except BadRequest as error:
-            self._refuse(400, str(error), error.field)
-            return
-        except RecursionError:
-            self._refuse(400, "the body is nested too deeply")
-            return
-        except Exception as error:  # the program receives the message of any error
-            self._refuse(500, f"{type(error).__name__}: {error}")
-            return
-        if is_streamed:
-            lines = [json.dumps(chunk) for chunk in split_into_chunks(answer, with_usage)]
-            self._write("".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]), "text/event-stream")
-        else:
-            self._send(200, answer)
-
-    @property
-    def _served(self) -> EndpointServer:
-        return cast(EndpointServer, self.server)
-
-    def handle_expect_100(self) -> bool:
-        """Check the headers of a request with "Expect: 100-continue" before the client sends the body."""
-        return self._is_welcome() and super().handle_expect_100()
-
-    def _read_body(self) -> bytes | None:
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0)) if self._is_welcome() else None
-
-    def _is_welcome(self) -> bool:
-        """Return whether a request has the bearer token and an allowed length; otherwise refuse it.
-
-        A refusal closes a connection with an unread body.
-        """
-        length, is_chunked = self.headers.get("Content-Length") or "0", "Transfer-Encoding" in self.headers
-        given, expected = self.headers.get("Authorization") or "", f"Bearer {self._served.token}"
-        refusal = None
-        if not hmac.compare_digest(given.encode(), expected.encode()):
-            refusal = 401, "this is the endpoint of another episode: the key is in the variable OPENAI_API_KEY"
-        elif is_chunked:
-            refusal = 411, "a body needs a Content-Length here"
-        elif not length.isdecimal():
-            refusal = 400, f"Content-Length = {length} is no number"
-        elif len(length) > 12 or int(length) > _LARGEST_BODY:
-            refusal = 413, f"a body has at most {_LARGEST_BODY} bytes here"
-        if refusal is not None:
-            self.close_connection |= is_chunked or length != "0"
-            self._refuse(*refusal)
-        return refusal is None
-
-    def _refuse(self, status: int, message: str, field: str | None = None) -> None:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self._send(
-            status, {"error": {"message": message[:_LONGEST_MESSAGE], "type": kind, "param": field, "code": None}}
-        )
-
-    def _send(self, status: int, body: Mapping[str, Any]) -> None:
-        self._write(json.dumps(body), "application/json", status)
-
-    def _write(self, text: str, kind: str, status: int = 200) -> None:
-        content = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(content)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""

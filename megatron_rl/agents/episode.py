@@ -6,15 +6,18 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
+from pathlib import Path
 from typing import Any
 
-from megatron_rl.agents.environment import Done, Environment, Reply, Task, check_answer
-from megatron_rl.agents.tool_formats import AUTO, read_reply
+from megatron_rl.agents.environment import Done, Environment, Reply, Task, check_answer, find_environment
+from megatron_rl.agents.tool_formats import AUTO, find_tool_format, read_reply
+from megatron_rl.agents.tools.finding import find_tools
+from megatron_rl.agents.tools.tool import ToolEnvironment
 from megatron_rl.agents.transcript import ChatTranscript, Tail, TextTranscript
-from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.types import Prompt
 
 _LONGEST_TRACE = 2000
@@ -110,6 +113,23 @@ class Answer:
     def of_error(cls) -> Answer:
         """Build an answer from the exception being handled."""
         return cls(finish_reason="error", failure=traceback.format_exc()[-_LONGEST_TRACE:])
+
+
+def read_tokenizer(setup: Setup) -> tuple[Setup, Tokenizer]:
+    """Load the tokenizer; return it with the setup, with "auto" resolved to a tool format (UserError)."""
+    tokenizer = load_tokenizer(Path(setup.tokenizer), reads_marks=setup.reads_marks)
+    tokenizer.encode_rendered("")  # its tables of marks are made here, not in each of the forks
+    if setup.tool_format == AUTO:
+        setup = replace(setup, tool_format=find_tool_format(tokenizer, setup.options))
+    return setup, tokenizer
+
+
+def find_environments(setup: Setup) -> Callable[[], Environment]:
+    """Return the episodes' environment factory; raises UserError."""
+    if setup.environment is not None:
+        return find_environment(setup.environment)
+    calls = {tool.name: tool.load() for tool in find_tools(setup.tools)}
+    return lambda: ToolEnvironment(calls)
 
 
 def play_environment(

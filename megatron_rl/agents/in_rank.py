@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.agents.environment import Environment
-from megatron_rl.agents.episode import Answer, Opening, Setup, play_environment
-from megatron_rl.agents.worker import find_environments, read_tokenizer
+from megatron_rl.agents.episode import Answer, Opening, Setup, find_environments, play_environment, read_tokenizer
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.parallel.random_streams import keep_random_streams

@@ -15,9 +15,10 @@ from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from megatron_rl.agents.endpoint import Endpoint, EndpointServer, Sample
+from megatron_rl.agents.endpoint import Endpoint, Sample
 from megatron_rl.agents.environment import Done, Task, check_answer, find_environment
 from megatron_rl.agents.episode import Answer, Opening, Setup
+from megatron_rl.agents.requests import EndpointServer
 from megatron_rl.agents.tool_formats import AUTO, find_tool_format, require_format, require_shown, shows_tools
 from megatron_rl.agents.tools.finding import describe_gaps, describe_tools
 from megatron_rl.agents.transcript import Tail, render_tail, rewrites_history
@@ -99,7 +100,7 @@ def run_program(connection: Connection, program: Program, setup: Setup, tokenize
     """
     rank = _Rank(connection, setup.max_turns)
     endpoint = Endpoint(setup, tokenizer, opening, rank.sample)
-    server = EndpointServer(endpoint)
+    server = EndpointServer(endpoint.list_models, endpoint.answer)
     base_url = f"{server.url}/v1"
     os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": server.token}
     try:

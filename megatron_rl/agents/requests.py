@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing and validation of requests to an episode's endpoint; pure functions.
+"""Requests to an episode's endpoint: the server that receives them, and their parsing and validation.
 
 The run's settings fix how replies are sampled, because training uses the same ones; the error for any other value names
 the setting.
@@ -7,11 +7,17 @@ the setting.
 
 from __future__ import annotations
 
+import hmac
 import json
-from collections.abc import Collection, Mapping
+import secrets
+import threading
+from collections.abc import Callable, Collection, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from megatron_rl.agents.transcript import Message
+
+CHAT, TEXT, GENERATE = PATHS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 
 # Accepted and ignored.
 _WITHOUT_EFFECT = {"model", "stream", "stream_options", "user", "metadata", "store", "parallel_tool_calls"}
@@ -31,9 +37,9 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "repetition_penalty": (1.0, "the section rollout, which has no penalties"),
     "logit_bias": (None, "the section rollout, which has no biases"),
 }
-_CHAT = {"messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs"}
-_TEXT = {"prompt", "max_tokens", "echo", "suffix"}
-_GENERATE = {"token_ids", "sampling_params"}
+_CHAT_FIELDS = {"messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs"}
+_TEXT_FIELDS = {"prompt", "max_tokens", "echo", "suffix"}
+_GENERATE_FIELDS = {"token_ids", "sampling_params"}
 _SAMPLING_PARAMS = {"max_tokens", "stop_token_ids", "logprobs"}
 _KINDS = {"model": str, "return_token_ids": bool, "logprobs": int, "tools": list, "sampling_params": dict}
 _KINDS |= {"stop_token_ids": list, "stream": bool, "stream_options": dict, "include_usage": bool, "tool_calls": list}
@@ -94,7 +100,7 @@ def check_fields(body: Mapping[str, Any], known: Collection[str], temperature: f
 
 def read_chat(body: Mapping[str, Any], temperature: float) -> tuple[list[Message], list[Any]]:
     """Return messages and tools of a /v1/chat/completions request for the chat template; raises BadRequest."""
-    check_fields(body, _CHAT, temperature)
+    check_fields(body, _CHAT_FIELDS, temperature)
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise BadRequest("messages must be a list with at least one message", "messages")
@@ -112,7 +118,7 @@ def read_chat(body: Mapping[str, Any], temperature: float) -> tuple[list[Message
 
 def read_text(body: Mapping[str, Any], temperature: float) -> str | list[int]:
     """Return the text or tokens of a /v1/completions request; raises BadRequest."""
-    check_fields(body, _TEXT, temperature)
+    check_fields(body, _TEXT_FIELDS, temperature)
     prompt = body.get("prompt")
     if body.get("echo") or body.get("suffix"):
         raise BadRequest("echo and suffix are not done here; leave them out", "echo")
@@ -127,7 +133,7 @@ def read_text(body: Mapping[str, Any], temperature: float) -> str | list[int]:
 
 def read_generate(body: Mapping[str, Any], temperature: float, stop_token_ids: tuple[int, ...]) -> list[int]:
     """Return the tokens of an /inference/v1/generate request; raises BadRequest."""
-    check_fields(body, _GENERATE, temperature)
+    check_fields(body, _GENERATE_FIELDS, temperature)
     params = body.get("sampling_params") or {}
     check_fields(params, _SAMPLING_PARAMS, temperature)
     if body.get("stream"):
@@ -186,3 +192,144 @@ def _read_function(owner: Any) -> dict[str, Any]:
     if function is None or _get(function, "name") is None:
         raise BadRequest("a tool, or a call of it, is an object with a function that has a name", "function")
     return function
+
+
+def split_into_chunks(answer: Mapping[str, Any], with_usage: bool) -> list[dict[str, Any]]:
+    """Split a response into streaming chunks: the reply, the finish reason, and optionally the usage."""
+    (choice,) = answer["choices"]
+    head = {name: answer[name] for name in ("id", "created", "model", "object")}
+    whole = {**choice, "finish_reason": None}
+    ending = {"index": 0, "finish_reason": choice["finish_reason"], "logprobs": None}
+    if message := whole.pop("message", None):
+        head["object"] = "chat.completion.chunk"
+        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or [])]
+        whole["delta"] = {**message, **({"tool_calls": calls} if calls else {})}
+        ending["delta"] = {}
+    else:
+        ending["text"] = ""
+    chunks = [head | {"choices": [whole]}, head | {"choices": [ending]}]
+    return chunks + ([head | {"choices": [], "usage": answer["usage"]}] if with_usage else [])
+
+
+_LARGEST_BODY = 32 << 20  # bytes
+_LONGEST_MESSAGE = 1000  # characters
+
+
+class EndpointServer(ThreadingHTTPServer):
+    """A server for one endpoint, with a thread per connection.
+
+    Args:
+        list_models: returns the response body of /v1/models.
+        answer: (path, body of a request) -> response body.
+
+    Attributes:
+        token: bearer token that requests must carry.
+        url: base URL, without /v1.
+    """
+
+    def __init__(
+        self, list_models: Callable[[], dict[str, Any]], answer: Callable[[str, dict[str, Any]], dict[str, Any]]
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.list_models, self.answer, self.token = list_models, answer, secrets.token_urlsafe(16)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: EndpointServer
+    protocol_version = "HTTP/1.1"  # one connection for many requests
+    disable_nagle_algorithm = True
+    wbufsize = -1  # headers and body in one packet
+
+    def do_GET(self) -> None:
+        """Answer /v1/models with the list of models, and a path below it with the only model."""
+        path = self.path.partition("?")[0]
+        if self._read_body() is None:
+            return
+        models = self.server.list_models()
+        if path == "/v1/models":
+            self._send(200, models)
+        elif path.startswith("/v1/models/"):
+            self._send(200, models["data"][0])
+        else:
+            self._refuse(404, f"there is no {path} here")
+
+    def do_POST(self) -> None:
+        """Answer a completion request."""
+        body, path = self._read_body(), self.path.partition("?")[0]
+        if body is None:
+            return
+        if path not in PATHS:
+            self._refuse(404, f"there is no {path} here")
+            return
+        try:
+            request = read_json(body)
+            if not isinstance(request, dict):
+                raise BadRequest("the body is no object")
+            is_streamed, with_usage = read_stream(request)
+            answer = self.server.answer(path, request)
+        except BadRequest as error:
+            self._refuse(400, str(error), error.field)
+            return
+        except RecursionError:
+            self._refuse(400, "the body is nested too deeply")
+            return
+        except Exception as error:  # the program receives the message of any error
+            self._refuse(500, f"{type(error).__name__}: {error}")
+            return
+        if is_streamed:
+            lines = [json.dumps(chunk) for chunk in split_into_chunks(answer, with_usage)]
+            self._write("".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]), "text/event-stream")
+        else:
+            self._send(200, answer)
+
+    def handle_expect_100(self) -> bool:
+        """Check the headers of a request with "Expect: 100-continue" before the client sends the body."""
+        return self._is_welcome() and super().handle_expect_100()
+
+    def _read_body(self) -> bytes | None:
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0)) if self._is_welcome() else None
+
+    def _is_welcome(self) -> bool:
+        """Return whether a request has the bearer token and an allowed length; otherwise refuse it.
+
+        A refusal closes a connection with an unread body.
+        """
+        length, is_chunked = self.headers.get("Content-Length") or "0", "Transfer-Encoding" in self.headers
+        given, expected = self.headers.get("Authorization") or "", f"Bearer {self.server.token}"
+        refusal = None
+        if not hmac.compare_digest(given.encode(), expected.encode()):
+            refusal = 401, "this is the endpoint of another episode: the key is in the variable OPENAI_API_KEY"
+        elif is_chunked:
+            refusal = 411, "a body needs a Content-Length here"
+        elif not length.isdecimal():
+            refusal = 400, f"Content-Length = {length} is no number"
+        elif len(length) > 12 or int(length) > _LARGEST_BODY:
+            refusal = 413, f"a body has at most {_LARGEST_BODY} bytes here"
+        if refusal is not None:
+            self.close_connection |= is_chunked or length != "0"
+            self._refuse(*refusal)
+        return refusal is None
+
+    def _refuse(self, status: int, message: str, field: str | None = None) -> None:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self._send(
+            status, {"error": {"message": message[:_LONGEST_MESSAGE], "type": kind, "param": field, "code": None}}
+        )
+
+    def _send(self, status: int, body: Mapping[str, Any]) -> None:
+        self._write(json.dumps(body), "application/json", status)
+
+    def _write(self, text: str, kind: str, status: int = 200) -> None:
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""

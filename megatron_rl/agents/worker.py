@@ -16,7 +16,6 @@ import random
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
@@ -24,13 +23,9 @@ from typing import NoReturn
 
 from numpy import random as numpy_random  # numpy imports it lazily, which would happen in each episode
 
-from megatron_rl.agents.environment import Environment, find_environment
-from megatron_rl.agents.episode import Answer, Opening, Setup, play_environment
+from megatron_rl.agents.episode import Answer, Opening, Setup, find_environments, play_environment, read_tokenizer
 from megatron_rl.agents.program import find_program, run_program
-from megatron_rl.agents.tool_formats import AUTO, find_tool_format
-from megatron_rl.agents.tools.finding import find_tools
-from megatron_rl.agents.tools.tool import ToolEnvironment
-from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import UserError
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -100,23 +95,6 @@ def _find_player(setup: Setup) -> Player:
             connection.send(episode.send((tokens, finish_reason)))
 
     return play
-
-
-def read_tokenizer(setup: Setup) -> tuple[Setup, Tokenizer]:
-    """Load the tokenizer; return it with the setup, with "auto" resolved to a tool format (UserError)."""
-    tokenizer = load_tokenizer(Path(setup.tokenizer), reads_marks=setup.reads_marks)
-    tokenizer.encode_rendered("")  # its tables of marks are made here, not in each of the forks
-    if setup.tool_format == AUTO:
-        setup = replace(setup, tool_format=find_tool_format(tokenizer, setup.options))
-    return setup, tokenizer
-
-
-def find_environments(setup: Setup) -> Callable[[], Environment]:
-    """Return the episodes' environment factory; raises UserError."""
-    if setup.environment is not None:
-        return find_environment(setup.environment)
-    calls = {tool.name: tool.load() for tool in find_tools(setup.tools)}
-    return lambda: ToolEnvironment(calls)
 
 
 def _run(connection: Connection, setup: Setup, player: Player, tokenizer: Tokenizer) -> NoReturn:

@@ -33,8 +33,7 @@ from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs
 from megatron_rl.run.models import RoleInputs
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.packed_model import PackedModel
-from megatron_rl.training.roles.on_samples import RewardModelOnSamples, score_all_rollouts
-from megatron_rl.training.setup import AbsentRole, LaidOutModel, LearnedTeacher, RoleSetup
+from megatron_rl.training.setup import LaidOutModel, LearnedTeacher, RoleSetup
 from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.parallel.layout import ParallelLayout
     from megatron_rl.training.roles.actor import Actor
+    from megatron_rl.training.roles.frozen import RewardModelOnSamples
     from megatron_rl.weights.shard_box import ShardBox
 
 T = TypeVar("T")
@@ -70,6 +70,8 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
             groups[role.layout] = join_groups(role.layout, group_timeout(config))
         mine, make = groups[role.layout], given.get(name)
         if mine is None:
+            from megatron_rl.training.roles.frozen import AbsentRole
+
             roles[name] = AbsentRole(LaidOutModel(role.spec, role.shape, role.layout))
         elif role.spec.shares and make is None:
             from megatron_rl.training.roles.frozen import BaseOfActor
@@ -279,6 +281,8 @@ def build_rollout_members(
     """Build prompts, rewards, and an engine with the actor's weights; collective."""
     decode, model = inputs.tokenizer.decode, None
     if "reward_model" in roles:
+        from megatron_rl.training.roles.frozen import RewardModelOnSamples
+
         model = RewardModelOnSamples(
             roles["reward_model"],
             Packer(roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device),
@@ -287,7 +291,11 @@ def build_rollout_members(
     if parts.rollouts:
         return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, model)
     read = inputs.stop.read if inputs.stop else decode
-    score = partial(score_all_rollouts, parts.reward_model, read) if parts.reward_model else model
+    score = model
+    if parts.reward_model:
+        from megatron_rl.training.roles.frozen import score_all_rollouts
+
+        score = partial(score_all_rollouts, parts.reward_model, read)
     rewards = RewardSources(
         inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, read), score, inputs.spec.needs_greedy_baseline
     )
@@ -301,6 +309,7 @@ def build_rollout_members(
     hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, *further)
     for role in (roles[name] for name in ("critic", "mtp") if name in roles):
         hybrid.release_first(role.optimizer.release)
+
     stream = open_stream(
         generator, prompts, config, is_apart=hybrid.is_apart, timeout=group_timeout(config), trace=run.trace
     )

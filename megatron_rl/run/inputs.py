@@ -37,9 +37,9 @@ from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_mode
 from megatron_rl.types import Rollout, UserError
 
 if TYPE_CHECKING:  # a dry run imports no torch
+    from megatron_rl.config.sft_plan import SftPlan
     from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.engines.protocol import EngineMaker
-    from megatron_rl.config.sft_plan import SftPlan
     from megatron_rl.planning.cluster import Cluster
     from megatron_rl.training.setup import RoleSetup
 

@@ -30,10 +30,12 @@ from megatron_rl.run.state import TrainingState, actor_export, side_files
 from megatron_rl.samples.estimate import find_rollouts
 from megatron_rl.samples.experience import Column, Experience
 from megatron_rl.samples.pack import Packer
-from megatron_rl.training.roles.on_samples import ActorOnSamples, CriticOnSamples, PolicyOnSamples, RewardModelOnSamples
+from megatron_rl.training.roles.on_samples import ActorOnSamples, PolicyOnSamples
 from megatron_rl.types import Prompt, UserError
 
 if TYPE_CHECKING:
+    from megatron_rl.training.roles.critic import CriticOnSamples
+    from megatron_rl.training.roles.frozen import RewardModelOnSamples
     from megatron_rl.training.roles.teachers import TeachersOnSamples
 
 
@@ -231,6 +233,12 @@ def build_primitives(
         from megatron_rl.training.roles.teachers import TeachersOnSamples
 
         asked = TeachersOnSamples(teachers, {name: packers[f"teachers.{name}"] for name in teachers}, policy, config)
+    learned = None
+    if critic:
+        from megatron_rl.training.roles.critic import CriticOnSamples
+
+        names = dict(compute_values="values", forward_backward="update_critic", optim_step="update_critic")
+        learned = CriticOnSamples(timers.watch(critic, **names), packers["critic"])
     return Primitives(
         config=config,
         inputs=inputs,
@@ -238,11 +246,7 @@ def build_primitives(
         teachers=asked,
         reference=reference
         and PolicyOnSamples(timers.watch(reference, compute_logprobs="ref_logprobs"), packers["reference"]),
-        critic=critic
-        and CriticOnSamples(
-            timers.watch(critic, compute_values="values", forward_backward="update_critic", optim_step="update_critic"),
-            packers["critic"],
-        ),
+        critic=learned,
         reward_model=sampling.reward_model,
         state=state,
         trained={role.name: held[role.name] for role in spec.trained},

@@ -33,7 +33,8 @@ from megatron_rl.parallel.groups import list_gather_buffers
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
-from megatron_rl.training.step import Shape, StaticStep, StepLoss, describe_shape, find_shape
+from megatron_rl.training.static_step import Shape, StaticStep, describe_shape, find_shape
+from megatron_rl.training.step import StepLoss
 from megatron_rl.types import UserError
 
 _WARM_UPS = 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A role before its construction: its inputs, shape and layout of its model, and its stand-in on other ranks."""
+"""A role before its construction: its inputs, shape and layout of its model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from megatron_rl.config.algorithm import DistillationConfig
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, ModelConfig
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.microbatches import compute_attention_ratio
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
@@ -157,44 +154,3 @@ class LaidOutModel:
     def microbatch_count_multiple(self) -> int:
         """Divisor of the number of microbatches, for interleaved schedules."""
         return self.layout.pp_size if self.layout.vpp_size > 1 else 1
-
-
-class AbsentRole:
-    """Stand-in for a role on a rank outside of it, without weights.
-
-    Its methods are called nonetheless: hang reports compare how far each rank has come.
-    """
-
-    policy_version = -1  # no weights
-
-    def __init__(self, model: LaidOutModel) -> None:
-        self.model, self.optimizer = model, self
-        self.mtp: AbsentRole | None = None
-
-    def release(self) -> None:
-        """Do nothing."""
-
-    def attach_mtp(self, mtp: AbsentRole) -> None:
-        """Set the stand-in for the policy's MTP layer."""
-        self.mtp = mtp
-
-    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Return an empty tensor, [0] float32."""
-        return torch.empty_like(batch.loss_weights)
-
-    compute_sum_pi_squared = compute_values = compute_logprobs
-
-    def compute_top_k(self, k: int, vocab_size: int, batch: TrainBatch) -> torch.Tensor:
-        """Return an empty tensor, [0, 2, k + 1]."""
-        return batch.loss_weights.new_empty(0, 2, k + 1)
-
-    def compute_hidden(self, batch: TrainBatch) -> torch.Tensor:
-        """Return an empty tensor, [0, h]."""
-        return batch.loss_weights.new_empty(0, self.model.shape.hidden_size)
-
-    def forward_backward(self, minibatch: TrainBatch, loss: Any = None) -> None:
-        """Do nothing."""
-
-    def optim_step(self) -> dict[str, float]:
-        """Return no metrics."""
-        return {}

@@ -17,7 +17,7 @@ from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
-from megatron_rl.training.step import EagerStep, StaticStep, StepLoss
+from megatron_rl.training.step import EagerStep, StepLoss
 from megatron_rl.types import UserError
 
 _GROWTH = (
@@ -72,7 +72,11 @@ def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: Tra
 
         kind = StageGraphStep if model.layout.pp_size > 1 else GraphStep
         return kind(model, head, optimizer, config.graph_memory_gib)
-    return (StaticStep if config.step_mode == "static" else EagerStep)(model, head, optimizer)
+    if config.step_mode == "static":
+        from megatron_rl.training.static_step import StaticStep
+
+        return StaticStep(model, head, optimizer)
+    return EagerStep(model, head, optimizer)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ import pytest
 from chat_templates import write_chat_tokenizer
 from scripted_policy import QUESTION
 
-from megatron_rl.agents.endpoint import Endpoint, EndpointServer, Sample
+from megatron_rl.agents.endpoint import Endpoint, Sample
 from megatron_rl.agents.environment import Task
-from megatron_rl.agents.episode import Opening, Setup
-from megatron_rl.agents.worker import read_tokenizer
+from megatron_rl.agents.episode import Opening, Setup, read_tokenizer
+from megatron_rl.agents.requests import EndpointServer
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 
@@ -36,7 +36,8 @@ class Served:
         setup, tokenizer = read_tokenizer(setup)
         opening = Opening(Task("", "", "", {}, {}, 1, QUESTION), [9])
         self.prompts: list[list[int]] = []
-        self.server = EndpointServer(Endpoint(setup, tokenizer, opening, self.sample))
+        endpoint = Endpoint(setup, tokenizer, opening, self.sample)
+        self.server = EndpointServer(endpoint.list_models, endpoint.answer)
         self.address = ("127.0.0.1", self.server.server_address[1])
         self.headers = {"Authorization": f"Bearer {self.server.token}"}
         self.reply = [*tokenizer.encode("answer"), eos]

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.agents.conversations import Conversations
+from megatron_rl.agents.endpoint import Conversations
 from megatron_rl.agents.environment import Task
 from megatron_rl.agents.episode import Opening, Setup
 from megatron_rl.agents.transcript import ChatTranscript, TextTranscript

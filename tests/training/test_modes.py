@@ -45,7 +45,8 @@ def train(rank: int, world_size: int, path: Path, case: Case, is_released: bool)
         if is_released:
             actor.optimizer.release()
             released.append(grad_bytes(actor))
-            states.append(len(actor.optimizer._host_memory._block))
+            memory = actor.optimizer._host_memory
+            states.append(0 if memory is None else len(memory._block))
         batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
         for minibatch in batch.minibatches():
             metrics = take_step(actor, minibatch, AlgorithmConfig())

@@ -9,8 +9,10 @@ import torch
 
 from megatron_rl.config.schema import CriticConfig
 from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.samples.experience import Column, Experience, Minibatch
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.roles.on_samples import RoleOnSamples
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.step import StepLoss
 from megatron_rl.training.token_heads import compute_values
@@ -66,6 +68,18 @@ class Critic:
         old_values, returns = microbatch.column("values"), microbatch.column("returns")
         mask, weights = microbatch.loss_mask, microbatch.loss_weights
         return compute_value_loss(values, old_values, returns, mask, weights, self._value_clip)
+
+
+class CriticOnSamples(RoleOnSamples):
+    """Critic that works on a step's samples."""
+
+    def values(self, samples: Experience) -> Column:
+        """Compute the value before each token in the loss; 0 elsewhere."""
+        return self.compute(self.role.compute_values, samples)
+
+    def forward_backward(self, minibatch: Minibatch) -> None:
+        """Compute the gradients of the value loss over a minibatch."""
+        self.role.forward_backward(self._read_minibatch(minibatch, ("values", "returns")))
 
 
 _CONSTANT = 1e-12  # relative to the mean square: below float32's resolution, returns are constant

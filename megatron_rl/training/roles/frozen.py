@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen models: reference, teachers, reward model, and policies for a few sequences outside of a step's samples."""
+"""Roles that do not learn on this rank: reference, teachers, reward model, and the stand-in for a role of other ranks.
+
+Also policies that score a few sequences outside of a step's samples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,13 +15,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.models.stages import local_values
+from megatron_rl.parallel.collectives import share_object, world
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
+from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.actor import Actor
-from megatron_rl.training.setup import RoleSetup
+from megatron_rl.training.roles.on_samples import RoleOnSamples
+from megatron_rl.training.setup import LaidOutModel, RoleSetup
 from megatron_rl.training.token_heads import LogprobHead, compute_scores
-from megatron_rl.types import Branch
+from megatron_rl.types import Branch, Rollout
 
 
 class BaseOfActor:
@@ -145,3 +151,65 @@ def score_sequences(
     )
     logprobs = policy.compute_forward(batch, LogprobHead(policy, temperature))
     return [logprobs[(batch.sequence_ids == i) & batch.loss_mask].cpu() for i in range(len(packed))]
+
+
+class RewardModelOnSamples(RoleOnSamples):
+    """Reward model that works on a step's samples."""
+
+    def __call__(self, samples: Experience) -> np.ndarray:
+        """Return the score at the end of each rollout, [num_rollouts] float64, equal on every rank."""
+        batch, layout = self.read(samples), self.packer.model.layout
+        scores = self.role.compute_scores(batch).double().cpu().numpy() if self.is_here else None
+        if layout.world_size < world().size():
+            scores = share_object(scores, world(), layout.first_rank)
+        assert scores is not None
+        return scores[np.append(samples.headers.first_of_rollout[1:], len(samples.headers)) - 1]
+
+
+def score_all_rollouts(
+    score: Callable[[Sequence[Rollout]], Sequence[float]], decode: Callable[[list[int]], str], samples: Experience
+) -> Sequence[float]:
+    """Apply a scoring function to all rollouts on every rank; collective."""
+    rollouts = samples.fetch_rollouts(range(len(samples.rewards)), decode, on_all=True)
+    return score([rollout for rollout, _ in rollouts])
+
+
+class AbsentRole:
+    """Stand-in for a role on a rank outside of it, without weights.
+
+    Its methods are called nonetheless: hang reports compare how far each rank has come.
+    """
+
+    policy_version = -1  # no weights
+
+    def __init__(self, model: LaidOutModel) -> None:
+        self.model, self.optimizer = model, self
+        self.mtp: AbsentRole | None = None
+
+    def release(self) -> None:
+        """Do nothing."""
+
+    def attach_mtp(self, mtp: AbsentRole) -> None:
+        """Set the stand-in for the policy's MTP layer."""
+        self.mtp = mtp
+
+    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """Return an empty tensor, [0] float32."""
+        return torch.empty_like(batch.loss_weights)
+
+    compute_sum_pi_squared = compute_values = compute_logprobs
+
+    def compute_top_k(self, k: int, vocab_size: int, batch: TrainBatch) -> torch.Tensor:
+        """Return an empty tensor, [0, 2, k + 1]."""
+        return batch.loss_weights.new_empty(0, 2, k + 1)
+
+    def compute_hidden(self, batch: TrainBatch) -> torch.Tensor:
+        """Return an empty tensor, [0, h]."""
+        return batch.loss_weights.new_empty(0, self.model.shape.hidden_size)
+
+    def forward_backward(self, minibatch: TrainBatch, loss: Any = None) -> None:
+        """Do nothing."""
+
+    def optim_step(self) -> dict[str, float]:
+        """Return no metrics."""
+        return {}

@@ -16,14 +16,14 @@ import torch
 from megatron_rl.algorithms.catalog import find_early_reader_of_loss
 from megatron_rl.algorithms.losses import compute_sft_loss
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.parallel.collectives import broadcast_tensors, share_object, world
+from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.experience import Column, Experience, Minibatch
 from megatron_rl.samples.fetch import Holders
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.actor import LossFunction
-from megatron_rl.types import Rollout, UserError
+from megatron_rl.types import UserError
 
 _READ_BY_UPDATE = (
     *("old_logprobs", "ref_logprobs", "advantages", "importance_weights", "chosen"),
@@ -159,36 +159,3 @@ def sft(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Compute the negative log-likelihood of the tokens in the loss."""
     return compute_sft_loss(logprobs, microbatch.loss_mask, microbatch.loss_weights)
-
-
-class CriticOnSamples(RoleOnSamples):
-    """Critic that works on a step's samples."""
-
-    def values(self, samples: Experience) -> Column:
-        """Compute the value before each token in the loss; 0 elsewhere."""
-        return self.compute(self.role.compute_values, samples)
-
-    def forward_backward(self, minibatch: Minibatch) -> None:
-        """Compute the gradients of the value loss over a minibatch."""
-        self.role.forward_backward(self._read_minibatch(minibatch, ("values", "returns")))
-
-
-class RewardModelOnSamples(RoleOnSamples):
-    """Reward model that works on a step's samples."""
-
-    def __call__(self, samples: Experience) -> np.ndarray:
-        """Return the score at the end of each rollout, [num_rollouts] float64, equal on every rank."""
-        batch, layout = self.read(samples), self.packer.model.layout
-        scores = self.role.compute_scores(batch).double().cpu().numpy() if self.is_here else None
-        if layout.world_size < world().size():
-            scores = share_object(scores, world(), layout.first_rank)
-        assert scores is not None
-        return scores[np.append(samples.headers.first_of_rollout[1:], len(samples.headers)) - 1]
-
-
-def score_all_rollouts(
-    score: Callable[[Sequence[Rollout]], Sequence[float]], decode: Callable[[list[int]], str], samples: Experience
-) -> Sequence[float]:
-    """Apply a scoring function to all rollouts on every rank; collective."""
-    rollouts = samples.fetch_rollouts(range(len(samples.rewards)), decode, on_all=True)
-    return score([rollout for rollout, _ in rollouts])
