@@ -58,7 +58,7 @@ class ReplayTrainer(Trainer):
         present = self.primitives.state.roles
         resumed = restore_state(self.recorded, present, dist.group.WORLD, allow_changed=self.allow_changed)
         if self.kl is not None:
-            self.kl.load_state_dict(resumed.state["kl"])
+            self.kl.load_state_dict(resumed.state.get("kl", {}))  # {}: recorded with a fixed coefficient
         self.sections = observe_parameters(self.trained, is_input=True)
         with self.run.timers.phase("step"):
             yield step

@@ -52,14 +52,16 @@ class RegisteredEstimator:
     needs_old_logprobs: bool = True
 
 
-def _formula(name: str, *, needs_old_logprobs: bool = False, **needs: bool) -> RegisteredEstimator:
-    module = "advantages" if name in ("grpo", "dr_grpo") else "estimators"
+def _formula(
+    name: str, module: str = "estimators", *, needs_old_logprobs: bool = False, **needs: bool
+) -> RegisteredEstimator:
     formula = Deferred(f"megatron_rl.algorithms.{module}", f"compute_{name}_advantages")
     return RegisteredEstimator(formula, needs_old_logprobs=needs_old_logprobs, **needs)
 
 
 ADVANTAGE_ESTIMATORS: dict[str, RegisteredEstimator] = {
-    **{name: _formula(name, needs_group=True) for name in ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg")},
+    **{name: _formula(name, "advantages", needs_group=True) for name in ("grpo", "dr_grpo")},
+    **{name: _formula(name, needs_group=True) for name in ("grpo_passk", "rloo", "opo", "gpg")},
     "optimal_token_baseline": _formula(
         "optimal_token_baseline", needs_group=True, needs_sum_pi_squared=True, needs_old_logprobs=True
     ),

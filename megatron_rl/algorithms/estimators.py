@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The built-in advantage estimators besides GRPO (`advantages.py`), loaded when `algorithm.adv_estimator` names one.
 
-Groups of equal rewards and groups of one have advantages of exactly 0; arithmetic is float64, results are float32.
+With a baseline of the group, groups of equal rewards and of one have advantages of exactly 0. Arithmetic is float64,
+results are float32.
 """
 
 from __future__ import annotations

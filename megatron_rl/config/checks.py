@@ -200,8 +200,8 @@ def _check_features(config: CheckedConfig) -> None:
 
 
 _RULES = (
-    _check_features,
     _check_data,
+    _check_features,
     _check_engine_size,
     _check_reward,
     _check_importance,

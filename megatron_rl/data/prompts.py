@@ -186,14 +186,15 @@ def _fit_rows(
 def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: list[Any]) -> tuple[Prompt | None, bool]:
     """Tokenize a prompt; refuse, cut or drop (`None`) a too long one, as configured; also return if it is too long."""
     value, limit, messages = row.require(cfg.prompt_key), cfg.max_prompt_length, None
-    own_options = row.optional(_OPTIONS, dict, {})  # parquet fills in keys from other rows with null
-    options = cfg.apply_chat_template_kwargs | {name: x for name, x in own_options.items() if x is not None}
-    if tools:
-        options["tools"] = tools
     if isinstance(value, list):
         from megatron_rl.data.chats import read_messages, render_messages
 
         messages = read_messages(value, row, cfg.prompt_key)
+    own_options = row.optional(_OPTIONS, dict, {})  # parquet fills in keys from other rows with null
+    options = cfg.apply_chat_template_kwargs | {name: x for name, x in own_options.items() if x is not None}
+    if tools:
+        options["tools"] = tools
+    if messages is not None:
         text, tokens = render_messages(messages, tokenizer, options)
     elif isinstance(value, str):
         text, tokens = value, tokenizer.encode(value)

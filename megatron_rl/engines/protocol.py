@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.extension.registry import ENGINES, RegisteredEngine, add_entry
+from megatron_rl.weights.packed_experts import is_fused, join_matrices, name_matrix
 
 if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch
     import torch
@@ -138,7 +139,7 @@ class EngineSpec:
         return (rank - (self.ranks.start if self.ranks else 0)) % self.config.tensor_model_parallel_size
 
 
-Probed = Sequence[tuple[Request, Sampled]]
+Probed = Sequence[tuple[Request, Sampled]]  # a server's responses to fixed requests, for the comparison of weights
 
 
 class AnyEngine(Protocol):
@@ -271,12 +272,9 @@ def share_params(params: Mapping[str, torch.Tensor], shareable: Mapping[str, tor
     shared: set[str] = set()
     for name, param in params.items():
         names, mine = [name], shareable.get(name)
-        if ".experts." in name:
-            from megatron_rl.weights.packed_experts import is_fused, join_matrices, name_matrix
-
-            if is_fused(name, param):
-                names = [name_matrix(name, expert) for expert in range(len(param))]
-                mine = join_matrices([shareable.get(view) for view in names])
+        if is_fused(name, param):
+            names = [name_matrix(name, expert) for expert in range(len(param))]
+            mine = join_matrices([shareable.get(view) for view in names])
         if mine is not None and (mine.shape, mine.dtype, mine.device) == (param.shape, param.dtype, param.device):
             param.data = mine
             shared.update(names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of engines that only some runs need: a queue, whole batches, thinking budgets, stand-ins on other ranks.
+"""Parts of engines: the queue of local ones, whole batches, thinking budgets, and stand-ins on other ranks.
 
 With a thinking budget, a response has two parts, the first of at most `thinking_budget` tokens. If the first ends
 inside a thought, closing tokens are inserted, which the loss excludes. Decisions depend on tokens only, so an engine's

@@ -5,10 +5,10 @@ A reward function has verl's signature (data_source, solution_str, ground_truth,
 returns a number, or a dict with "score" and further numbers to log. It also receives the `FURTHER_ARGUMENTS` that it
 takes. Errors name the rollout and the line that raised.
 
-A worker is a new interpreter (`child.py`) that imports only this file, the rules and the user's file; module state
-persists between calls. One thread per worker sends it one rollout at a time. Each rollout gets a score or a UserError
-that names it, even if the function hangs (the worker is killed with its children) or the worker dies. No worker
-outlives its rank.
+A worker is a new interpreter (`child.py`) that imports this file, the rules and the user's file, but neither torch nor
+transformers; module state persists between calls. One thread per worker sends it one rollout at a time. Each rollout
+gets a score or a UserError that names it, even if the function hangs (the worker is killed with its children) or the
+worker dies. No worker outlives its rank.
 """
 
 from __future__ import annotations

@@ -45,7 +45,6 @@ class Scorer:
         self._plan, self._decode = plan, decode
         self._sources: list[RewardSource] = []
         self._open = ExitStack()
-        self._notice_children: Callable[[], AbstractContextManager] = nullcontext
         functions = [(spec.target, spec.setting) for spec in plan.sources if spec.function]
         pool = None
         if config.workers and functions:
@@ -55,6 +54,13 @@ class Scorer:
                 functions, config.workers, config.timeout_seconds, answer=config.answer, secrets=config.worker_secrets
             )
             self._open.callback(pool.close)
+        runs_code = pool is None and any(spec.function and not isinstance(spec.function, Rule) for spec in plan.sources)
+        left = None
+        if runs_code:
+            from megatron_rl.rewards.functions import LeftBehind, compute_score
+
+            left = LeftBehind()
+        self._notice_children: Callable[[], AbstractContextManager] = left.notice if left else nullcontext
         for spec in plan.sources:
             if spec.function is None:
                 from megatron_rl.rewards.service import RewardService
@@ -66,15 +72,11 @@ class Scorer:
                 submit = partial(pool.submit, functions.index((spec.target, spec.setting)))
                 self._sources.append(lambda *sample, submit=submit: submit(*sample).result)
             elif isinstance(spec.function, Rule):  # runs when its score is awaited
-                self._sources.append(lambda *sample, rule=spec.function: partial(score_by_rule, rule, *sample))
+                self._sources.append(lambda rollout, step, rule=spec.function: partial(score_by_rule, rule, rollout))
             else:  # likewise, and cannot be interrupted
-                from megatron_rl.rewards.functions import LeftBehind, compute_score
-
-                if self._notice_children is nullcontext:
-                    left = LeftBehind()
-                    self._notice_children = left.notice
-                    self._open.callback(left.kill)
                 self._sources.append(lambda *sample, score=spec.function: partial(compute_score, score, *sample))
+        if left:
+            self._open.callback(left.kill)  # at the end, before requests in flight are waited for
         self.is_concurrent = any(spec.function is None or pool is not None for spec in plan.sources)
         self._begun: dict[int, tuple[Rollout, Rollout, list[Callable[[], Score]]]] = {}
 

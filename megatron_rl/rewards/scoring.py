@@ -199,8 +199,8 @@ class Rule:
         return RULES[self.name](solution_str, ground_truth, data_source, self.answer)
 
 
-def score_by_rule(rule: Rule, rollout: Rollout, step: int = 0) -> Score:
-    """Score a decoded rollout; `step` is ignored.
+def score_by_rule(rule: Rule, rollout: Rollout) -> Score:
+    """Score a decoded rollout.
 
     Raises:
         UserError: the rule raised, or returned no finite score.

@@ -56,6 +56,8 @@ class RewardService:
     """A reward source that posts batches to an HTTP service from threads."""
 
     def __init__(self, url: str, config: RewardConfig, setting: str) -> None:
+        import requests  # noqa: F401  # now, not in a thread after the first rollouts; the check of a URL needs none
+
         self._url, self._config, self._setting = url, config, setting
         self._open: list[tuple[Rollout, Future[Score]]] = []
         self._threads = ThreadPoolExecutor(config.service_concurrency, thread_name_prefix="reward-service")
@@ -222,7 +224,7 @@ def post_within(url: str, body: bytes, seconds: float, max_answer_bytes: int) ->
     Raises:
         RequestFailed: the request failed or exceeded a limit.
     """
-    import requests  # slow to import, and not needed to check a config
+    import requests
     from requests.adapters import HTTPAdapter
 
     start, deadline, failure = time.monotonic(), _Deadline(seconds), None

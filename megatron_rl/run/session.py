@@ -208,7 +208,7 @@ class Session:
         if (algorithm := config.algorithm).kl_controller == "adaptive":
             from megatron_rl.algorithms.kl import AdaptiveKL
 
-            self.kl = AdaptiveKL(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+            self.kl = AdaptiveKL(algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
         self.trained = made.trained
         self.checkpoints = Checkpoints(
             config,

@@ -50,8 +50,7 @@ class _Ranks:
         self.bin_of, self.loads, self.unit_costs = bin_of, loads, costs
         self.num_bins = num_bins // dp_size  # of a rank
         self.tokens, self.costs = [*tokens.tolist(), 0], [*costs.tolist(), 0]
-        order = np.argsort(bin_of, kind="stable")
-        units, bounds = order.tolist(), np.searchsorted(bin_of[order], np.arange(num_bins + 1)).tolist()
+        units, bounds = np.argsort(bin_of, kind="stable").tolist(), find_bounds(bin_of, num_bins).tolist()
         self.bins = [units[i:j] for i, j in pairwise(bounds)]
         rooms = np.full(num_bins, budget)
         np.subtract.at(rooms, bin_of, tokens)

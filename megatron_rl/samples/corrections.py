@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importance weights of a step's samples, and measures of the gap to the engine that a setting asks for.
+"""Importance weights of a step's samples, and measures of the gap to the engine that a setting turns on.
 
 In this module `group` is the DP group of the batch's role.
 """

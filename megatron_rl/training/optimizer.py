@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,13 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_rl.checkpoint.optimizer_states import list_state_shards
 from megatron_rl.checkpoint.pieces import MOMENTS
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.groups import free_gather_buffers
+from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.packed_model import PackedModel
-
-if TYPE_CHECKING:
-    from megatron_rl.training.host_memory import HostMemory
-    from megatron_rl.training.muon import Muon
 
 _ADAM_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay")
 _SUMMED_ELEMENTS = 65536  # squares that are added up in float32 in sequence, on a CPU
@@ -49,7 +47,7 @@ class Optimizer:
         self._ddp: list[Any] = [*model.ddp]
         self._stages = model.stages
         self._collection, self._device = model.groups.collection, model.device
-        self._offloads_gradients = config.offload_gradients
+        self._offloads_gradients, self._offloads_states = config.offload_gradients, config.offload_optimizer
         self.megatron = _build_optimizer(model, config)
         self.scheduler = _build_scheduler(self.megatron, config, total_steps)
         self.steps = 0
@@ -62,16 +60,11 @@ class Optimizer:
         self.kind = config.optimizer
         self._muon: Muon | None = None
         if self.kind == "muon":
-            from megatron_rl.checkpoint.optimizer_states import list_state_shards
             from megatron_rl.training.muon import Muon
 
             trained: Any = model.trained
             self._muon = Muon(trained, self._ddp, list_state_shards(model.stages, self.megatron))
-        self._host_memory: HostMemory | None = None
-        if config.offload_optimizer:
-            from megatron_rl.training.host_memory import HostMemory
-
-            self._host_memory = HostMemory(self._device)
+        self._host_memory = HostMemory(self._device)
         self._is_released = False
         self._learning_rates = [
             torch.zeros((), dtype=torch.float32, device=self._device) for _ in self.megatron.param_groups
@@ -103,7 +96,7 @@ class Optimizer:
             self.megatron.zero_grad()
         for buffer in self._list_buffers():
             buffer.offload_to_cpu(move_params=False, move_grads=True)
-        if self._host_memory is not None and not self._is_released:
+        if self._offloads_states and not self._is_released:
             states = self._list_states()
             for state, copy in zip(states, self._host_memory.store(states), strict=True):
                 state.data = copy
@@ -118,7 +111,7 @@ class Optimizer:
             return
         for buffer in self._list_buffers():
             buffer.reload_from_cpu(move_params=False, move_grads=True)
-        if self._host_memory is not None:
+        if self._offloads_states:
             states = self._list_states()
             for state, loaded in zip(states, self._host_memory.load(states), strict=True):
                 state.data = loaded

@@ -31,6 +31,7 @@ from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.pairs import find_pair
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.setup import LaidOutModel, RoleSetup
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
 from megatron_rl.weights.shard_box import check_placements
@@ -106,6 +107,7 @@ class PackedModel(LaidOutModel):
         trained = [p for p in self.stages.parameters() if p.requires_grad]
         for shard in map(local_values, trained) if self.is_fully_sharded else ():
             shard.copy_(shard.to(self.dtype))  # the optimizer starts from the values that the model computes with
+        self._host_memory = HostMemory(self.device)
         self._on_host: list[torch.Tensor] = []  # copies of offloaded weights
         if spec.offload:
             self.offload()
@@ -177,9 +179,6 @@ class PackedModel(LaidOutModel):
         Only for models whose weights do not change, since they are copied to the host once.
         """
         if not self._on_host:
-            from megatron_rl.training.host_memory import HostMemory
-
-            self._host_memory = HostMemory(self.device)
             self._on_host = self._host_memory.store([p.data for p in self.stages.parameters()])
         for p in self.stages.parameters():
             p.data = torch.empty(0, dtype=p.dtype, device=p.device)

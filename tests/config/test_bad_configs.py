@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config import checks
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 
@@ -50,6 +51,14 @@ def _refusals(recipe: Path | None, overrides: list[str]) -> list[UserError]:
     with pytest.raises(UserError) as caught:
         load_config(recipe, overrides)
     return list(getattr(caught.value, "errors", [caught.value]))
+
+
+def test_rules_of_features_apply_whenever_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `feature_checks.py` applied to every config, each bad one has the same mistakes."""
+    overrides = [[f"{key}={value}" for key, value in MINIMAL.items()] + given for given, _, _ in ROWS]
+    before = [[str(error) for error in _refusals(None, given)] for given in overrides]
+    monkeypatch.setattr(checks, "_UNUSED", None)
+    assert [[str(error) for error in _refusals(None, given)] for given in overrides] == before
 
 
 def test_each_bad_config_is_refused_for_its_setting(tmp_path: Path) -> None:

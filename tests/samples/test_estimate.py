@@ -27,6 +27,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.describe import describe_rollouts, describe_sources
 from megatron_rl.samples.estimate import (
+    choose_tokens,
     compute_advantages,
     correct_mismatch,
     find_rollouts,
@@ -352,3 +353,9 @@ def test_a_greedy_episode_that_failed_is_no_baseline() -> None:
     rollouts = [(group, make_rollout(make_prompt(group), i, 4, 1.0)) for group in range(2) for i in range(2)]
     ((found, _),) = run_ranks(_estimate_all, 1, rollouts, [float("nan"), 0.25])
     assert found["remax"] == [[0.0] * 4] * 2 + [[0.75] * 4] * 2
+
+
+def test_only_losses_of_covariances_choose_tokens() -> None:
+    """The choice itself is tested in tests/algorithms/test_covariance.py."""
+    unread: Any = None
+    assert choose_tokens(unread, AlgorithmConfig(), unread) is None

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from megatron_rl.engines.endings import StopStrings
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.wrappers import WaitingRequests
 from megatron_rl.types import KeptSets, RouteShape, UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.engines.endings import StopStrings
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from megatron_rl.engines.endings import StopStrings
 from megatron_rl.engines.protocol import EngineSpec, EngineWeights, Request, Sampled, share_params
 from megatron_rl.engines.truncation import add_gumbel_noise, truncate
 from megatron_rl.engines.wrappers import WaitingRequests
@@ -38,6 +37,9 @@ from megatron_rl.types import KeptSets, RouteShape
 from megatron_rl.weights.packed_experts import list_huggingface_tensors, split_huggingface_experts
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
+
+if TYPE_CHECKING:
+    from megatron_rl.engines.endings import StopStrings
 
 
 class _SeededGumbel(LogitsProcessor):
