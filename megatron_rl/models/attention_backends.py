@@ -14,7 +14,6 @@ A kernel is chosen only after a trial on the device.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import CausalVariant
 
+from megatron_rl.parallel.kernels import find_failure
 from megatron_rl.samples.prefix import SegmentKeys
 
 # Backends with one kernel over all segments, fastest first -> module that must be importable.
@@ -386,25 +386,3 @@ _BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
     "sdpa": _attend_sdpa,
     "tiled": attend_in_tiles,
 }
-
-
-def find_failure(module: str, call: Callable[[], object]) -> str | None:
-    """Try an optional library on this machine, and return the reason why it cannot be used.
-
-    Args:
-        call: imports the library and uses it on tensors of a few elements.
-
-    Returns:
-        `None` if it works, "" if it is not installed, else the error.
-    """
-    try:
-        if importlib.util.find_spec(module) is None:
-            return ""
-    except ModuleNotFoundError:  # the parent package is missing
-        return ""
-    try:
-        with torch.inference_mode(False), torch.enable_grad():  # whichever mode the first caller is in
-            call()
-    except Exception as error:  # a broken wheel raises anything: ImportError, OSError, RuntimeError, TypeError
-        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-    return None

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.models.attention_backends import Segments, find_failure
+from megatron_rl.models.attention_backends import Segments
+from megatron_rl.parallel.kernels import find_failure
 
 CHUNK = 64
 _EPSILON = 1e-6  # in the L2 norm of queries and keys

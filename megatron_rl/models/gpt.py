@@ -25,12 +25,12 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl.models.attention import BlockedSelfAttention, NormedSelfAttention, PackedAttention
-from megatron_rl.models.attention_backends import find_failure
 from megatron_rl.models.gated_activation import GatedActivation
 from megatron_rl.models.rms_norm import OutputNormLayer, RMSNorm, SandwichLayer
 from megatron_rl.models.stages import HiddenStatesModel, MtpModel, ScoreModel
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.kernels import find_failure
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import FAMILIES, ModelShape

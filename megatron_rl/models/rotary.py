@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron_rl.parallel.kernels import choose_triton_kernels
 from megatron_rl.weights.rope import LinearScaling, Llama3Scaling, LongropeScaling, RopeScaling, YarnScaling
 
 
@@ -103,16 +104,20 @@ class _Rotation(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cosine, sine)
         ctx.neighbors = neighbors
-        return _turn(heads, cosine, sine, neighbors)
+        return _turn(heads, cosine, sine, neighbors, 1.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _turn(gradient, cosine, -sine, ctx.neighbors), None, None, None
+        return _turn(gradient, cosine, sine, ctx.neighbors, -1.0), None, None, None
 
 
-def _turn(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbors: bool) -> torch.Tensor:
+def _turn(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbors: bool, sign: float) -> torch.Tensor:
+    kernels = None if neighbors or heads.dim() != 3 or heads.stride(-1) != 1 else choose_triton_kernels(heads)
+    if kernels is not None:
+        return kernels.rotate_halves(heads, cosine, sine, sign)
+    sine = sine if sign == 1.0 else -sine
     if neighbors:
         first, second = heads.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack([second, first], -1).flatten(-2).mul_(sine).add_(heads * cosine)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron_rl.parallel.kernels import choose_triton_kernels, has_gpu_memory
 from megatron_rl.parallel.vocab_parallel import (
     PackedKeptSets,
     VocabShard,
@@ -111,15 +112,21 @@ class _LinearLogprobs(torch.autograd.Function):
         shard, parts, summaries = softmax.find_shard(weight), softmax.cut(len(hidden)), []
         # A single chunk's logits are kept for backward; the bits equal recomputed ones.
         is_reused = len(parts) == 1 and any(ctx.needs_input_grad)
+        kernels = choose_triton_kernels(hidden) if kept is None and shard.width else None
         for part in parts:
-            logits = softmax.make_logits(hidden[part], weight, kept and kept[part])
+            if kernels is None:
+                logits = softmax.make_logits(hidden[part], weight, kept and kept[part])
+                summary = compute_summary(logits.clone() if is_reused else logits, targets[part], shard)
+            else:
+                logits = hidden[part] @ weight[: shard.width].t()
+                summary = kernels.summarize_logits(logits, targets[part], shard.start, softmax.temperature)
+            summaries.append(summary)
             ctx.logits = logits if is_reused else None
-            summaries.append(compute_summary(logits.clone() if is_reused else logits, targets[part], shard))
             del logits  # before the next chunk's are made
         summary = torch.cat(summaries, dim=1)
         logprobs, entropy, lse = merge_summaries(gather_summaries(summary, softmax.tp_group))
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.softmax, ctx.kept = softmax, kept
+        ctx.softmax, ctx.kept, ctx.kernels = softmax, kept, kernels
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -127,21 +134,23 @@ class _LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        softmax, kept, shard = ctx.softmax, ctx.kept, ctx.softmax.find_shard(weight)
+        softmax, kept, kernels, shard = ctx.softmax, ctx.kept, ctx.kernels, ctx.softmax.find_shard(weight)
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         logits, ctx.logits = ctx.logits, None
 
         def find_gradient(part: slice) -> torch.Tensor:
             # d/d logits = d/dz / temperature: divide the [t] factors instead.
-            return compute_logits_gradient(
-                softmax.make_logits(hidden[part], weight, kept and kept[part]) if logits is None else logits,
-                targets[part],
-                shard,
+            factors = dict(
                 lse=lse[part],
                 entropy=entropy[part],
                 grad_logprobs=grad_logprobs[part] / softmax.temperature,
                 grad_entropy=None if grad_entropy is None else grad_entropy[part] / softmax.temperature,
             )
+            if kernels is not None:
+                z = hidden[part] @ weight[: shard.width].t() if logits is None else logits
+                return kernels.differentiate_logits(z, targets[part], shard.start, softmax.temperature, **factors)
+            z = softmax.make_logits(hidden[part], weight, kept and kept[part]) if logits is None else logits
+            return compute_logits_gradient(z, targets[part], shard, **factors)
 
         return *compute_linear_gradients(ctx, hidden, weight, find_gradient), None, None, None
 
@@ -170,6 +179,9 @@ def compute_linear_gradients(
             continue
         if of_weight.dtype == hidden.dtype:
             of_weight[:width].addmm_(gradient.t(), hidden[part])
+        elif has_gpu_memory(hidden):  # only a GPU adds 16-bit products in float32
+            rows = of_weight[:width]
+            torch.addmm(rows, gradient.t(), hidden[part], out_dtype=of_weight.dtype, out=rows)
         else:
             of_weight[:width].add_(gradient.t() @ hidden[part])
     return of_hidden, None if of_weight is None else of_weight.to(weight.dtype)
@@ -178,4 +190,5 @@ def compute_linear_gradients(
 def scale_logits(hidden: torch.Tensor, rows: torch.Tensor, temperature: float) -> torch.Tensor:
     """Map [c, h] and [width, h] to [c, width] logits over the temperature, in a new tensor."""
     logits = hidden @ rows.t()
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if temperature == 1.0 else logits.div_(temperature)

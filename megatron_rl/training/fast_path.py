@@ -12,6 +12,7 @@ from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.attention_backends import choose_attention_backend, find_kernel_failure, list_kernels
 from megatron_rl.models.gpt import choose_transformer_impl, find_transformer_engine_failure
 from megatron_rl.models.transformer_config import DTYPES
+from megatron_rl.parallel.kernels import find_triton_failure
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,14 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwis
         attention,
         is_cpu or attention not in ("sdpa", "efficient"),
         "one kernel over all sequences of a microbatch, for 16-bit types and grouped heads",
-        "model.dtype=bfloat16 with torch >= 2.10, or pip install flash-attn",
+        "model.dtype=bfloat16 with torch >= 2.13, or pip install flash-attn",
     )
     is_local = choose_transformer_impl(transformer_impl) == "local"
     yield FastPath(
         "layers",
         "megatron-core's own" if is_local else "Transformer Engine",
         is_cpu or not is_local,
-        "fused norms and SwiGLU, and the way to FP8",
+        "fused norms, and the way to FP8",
         "pip install 'transformer-engine[pytorch]'",
     )
     if not is_cpu:
@@ -106,6 +107,15 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwis
         )
     yield FastPath("optimizer", "torch's fused AdamW (one kernel per group, rate and soundness on the device)", True)
     yield FastPath("log-probs", "from hidden states in chunks, logits never held", True)
+    if not is_cpu:
+        is_fused = find_triton_failure() is None
+        yield FastPath(
+            "softmax, SwiGLU",
+            "Triton kernels" if is_fused else "torch's operations",
+            is_fused,
+            "one pass over logits, gates and their gradients",
+            "pip install triton",
+        )
 
 
 def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Iterator[FastPath]:
@@ -117,6 +127,7 @@ def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Ite
         if name == chosen:
             break
         broken[name] = find_kernel_failure(name, device, DTYPES[dtype])
+    broken["Triton"] = find_triton_failure()
     if transformer_impl != "local":
         broken["Transformer Engine"] = find_transformer_engine_failure(True)
     if dtype == "bfloat16":

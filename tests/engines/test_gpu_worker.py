@@ -6,8 +6,11 @@ Real actor, real switch and certificate. Not covered: vLLM itself, its generatio
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, DataConfig, HybridConfig, ModelConfig, RolloutConfig, RunConfig
 from megatron_rl.engines.protocol import EngineSpec, register_rollout_engine
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
+from megatron_rl.engines.vllm.vllm_library import keep_memory_pools
 from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed
@@ -133,3 +137,22 @@ def test_engine_on_a_gpu_wakes_is_rewritten_and_sleeps(alias_weights: bool, path
 def test_planted_fault_is_caught(fault: Callable[..., str], said: str, path: Path) -> None:
     [found] = run_ranks(fault, 1, path)
     assert said in found
+
+
+def test_memory_pools_outlive_vllm_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own allocator drops its pools at shutdown; on a GPU, to free what sleeps crashed the finished run."""
+    cumem = import_module("vllm.device_allocator.cumem")
+    pools = [[_Pool(), _Pool()], [_Pool(), _Pool()]]
+    alive = [weakref.ref(pool) for pair in pools for pool in pair]
+    allocator = cumem.CuMemAllocator()
+    allocator.allocator_and_pools = {"weights": [pools.pop()], "kv_cache": [pools.pop()]}
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
+    keep_memory_pools()
+    allocator.release_pools()
+    del allocator
+    gc.collect()
+    assert all(pool() is not None for pool in alive)
+
+
+class _Pool:
+    """A `torch.cuda.MemPool`, whose end would free its memory."""

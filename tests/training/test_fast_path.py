@@ -39,7 +39,12 @@ def test_what_is_installed_and_fails_has_a_line(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "find_transformer_engine_failure", fail)
     by_part = {path.part: path for path in find_kernels("bfloat16", "auto", torch.device("cuda"))}
     assert by_part["attention"].active == "sdpa" and by_part["layers"].active == "megatron-core's own"
-    for part, failure in (("torch-varlen", ""), ("Transformer Engine", "OSError: libtransformer_engine.so")):
+    assert by_part["softmax, SwiGLU"].active == "torch's operations"
+    for part, failure in (
+        ("torch-varlen", ""),
+        ("Triton", "AssertionError: "),
+        ("Transformer Engine", "OSError: libtransformer_engine.so"),
+    ):
         assert not by_part[part].is_fast and by_part[part].active == "not used"
         assert by_part[part].brings.startswith(f"it is installed and fails: {failure}")
     with pytest.raises(UserError, match="not usable here: OSError: libtransformer_engine.so"):

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
 from megatron_rl.engines.vllm.vllm_library import (
+    keep_memory_pools,
     own_world,
     pack_experts,
     prepare_vllm,
@@ -146,7 +147,8 @@ class VllmEngine:
     def add(self, requests: Sequence[Request]) -> None:
         """Add requests, which start at the next step."""
         arguments = [list_sampling_arguments(str(request.key), request) for request in requests]
-        params = [self._sampling_params(skip_clone=True, **one) for one in arguments]  # not shared by requests
+        # The objects are not shared by requests; log-probs come as flat lists instead of a dictionary per token.
+        params = [self._sampling_params(skip_clone=True, flat_logprobs=True, **one) for one in arguments]
         with self._running():
             names = self._llm.enqueue(
                 [{"prompt_token_ids": request.tokens.tolist()} for request in requests],
@@ -202,8 +204,8 @@ class VllmEngine:
             kept = self._kept.take(str(key), len(request.tokens), len(token_ids))
         routes = None if self._routes is None else self._routes.take(name, len(request.tokens) + len(token_ids))
         tokens, picked = np.array(token_ids, np.int32), np.full(len(logprobs), np.nan, np.float32)
-        if len(logprobs) == len(tokens):  # otherwise `check_sampled` raises on all ranks
-            picked[:] = [entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]
+        if logprobs.token_ids == list(token_ids):  # otherwise `check_sampled` raises on all ranks
+            picked[:] = logprobs.logprobs
         return Sampled(key, tokens, picked, finish_reason, kept, num_cached if len(tokens) else None, routes)
 
     def has_requests(self) -> bool:
@@ -238,6 +240,8 @@ class VllmEngine:
 
     def close(self) -> None:
         """Shut down; process groups survive (see `prepare_vllm`)."""
+        if self._can_sleep:
+            keep_memory_pools()
         self._llm.llm_engine.engine_core.shutdown()
 
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
@@ -107,6 +108,19 @@ def prepare_vllm(device: torch.device) -> ModuleType:
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
         vars(torch.ops._C)["init_cpu_memory_env"] = lambda nodes: None
     return vllm
+
+
+def keep_memory_pools() -> None:
+    """Leave vLLM's GPU memory to the end of the process.
+
+    vLLM's shutdown and Python's exit free the pools. For memory that sleeps this prints a CUDA error, or crashes in
+    `cuMemRelease` (seen with CUDA graphs of the trainer).
+    """
+    allocator: Any = import_module("vllm.device_allocator.cumem").CuMemAllocator.instance
+    if allocator is not None:
+        for entries in allocator.allocator_and_pools.values():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(entries))  # a reference that nobody gives back
+        allocator.allocator_and_pools.clear()
 
 
 def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
