@@ -24,7 +24,7 @@ from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, DataConfig, HybridConfig, ModelConfig, RolloutConfig, RunConfig
 from megatron_rl.engines.protocol import EngineSpec, register_rollout_engine
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
-from megatron_rl.engines.vllm.vllm_library import keep_memory_pools
+from megatron_rl.engines.vllm.vllm_library import keep_memory_pools, prepare_vllm
 from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed
@@ -141,6 +141,7 @@ def test_planted_fault_is_caught(fault: Callable[..., str], said: str, path: Pat
 
 def test_memory_pools_outlive_vllm_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own allocator drops its pools at shutdown; on a GPU, to free what sleeps crashed the finished run."""
+    prepare_vllm(torch.device("cpu"))
     cumem = import_module("vllm.device_allocator.cumem")
     pools = [[_Pool(), _Pool()], [_Pool(), _Pool()]]
     alive = [weakref.ref(pool) for pair in pools for pool in pair]
