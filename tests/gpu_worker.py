@@ -75,6 +75,7 @@ class Llm:
             output_processor=SimpleNamespace(request_states={}),
             abort_request=lambda names, internal: None,
             step=self._step,
+            engine_core=SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")),
         )
         self.made.append(self)
 
@@ -134,4 +135,8 @@ def install(shape: ModelShape) -> None:
         module.__spec__ = ModuleSpec(name, None)
         sys.modules[name] = module
     vllm = SimpleNamespace(LLM=Llm, SamplingParams=None)
-    seam.__dict__.update(prepare_vllm=lambda device: vllm, register_model=lambda vllm, spec: None)
+    seam.__dict__.update(
+        prepare_vllm=lambda device: vllm,
+        register_model=lambda vllm, spec: None,
+        keep_memory_pools=lambda: Llm.made[-1].calls.append("keep pools"),
+    )

@@ -100,6 +100,14 @@ def _forget_to_wake(rank: int, world_size: int, path: Path) -> str:
     return _name_failure(hybrid, Unmapped)
 
 
+def _close(rank: int, world_size: int, path: Path) -> list[str]:
+    """The engine is closed in a rollout, as after an error."""
+    _, hybrid, llm = _build(path, alias_weights=True)
+    with hybrid.rollout_mode():
+        hybrid._engine.close()
+    return llm.calls
+
+
 def _name_failure(hybrid: HybridEngine, kind: type[Exception]) -> str:
     try:
         with hybrid.rollout_mode():
@@ -137,6 +145,11 @@ def test_engine_on_a_gpu_wakes_is_rewritten_and_sleeps(alias_weights: bool, path
 def test_planted_fault_is_caught(fault: Callable[..., str], said: str, path: Path) -> None:
     [found] = run_ranks(fault, 1, path)
     assert said in found
+
+
+def test_engine_gives_memory_back_when_it_closes(path: Path) -> None:
+    [calls] = run_ranks(_close, 1, path)
+    assert calls == ["reset", "sleep", "keep pools", "shutdown"]
 
 
 def test_memory_pools_outlive_vllm_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

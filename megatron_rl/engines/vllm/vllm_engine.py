@@ -239,7 +239,8 @@ class VllmEngine:
             self._llm.sleep(level=2)
 
     def close(self) -> None:
-        """Shut down; process groups survive (see `prepare_vllm`)."""
+        """Shut down; process groups survive (see `prepare_vllm`), and on a GPU the addresses of sleeping memory."""
+        self.sleep()
         if self._can_sleep:
             keep_memory_pools()
         self._llm.llm_engine.engine_core.shutdown()

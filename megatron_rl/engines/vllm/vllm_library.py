@@ -111,9 +111,9 @@ def prepare_vllm(device: torch.device) -> ModuleType:
 
 
 def keep_memory_pools() -> None:
-    """Leave vLLM's GPU memory to the end of the process.
+    """Keep the pools of vLLM's GPU memory, which must sleep, until the process ends.
 
-    vLLM's shutdown and Python's exit free the pools. For memory that sleeps this prints a CUDA error, or crashes in
+    vLLM's shutdown and Python's exit free them, which for memory that sleeps prints a CUDA error, or crashes in
     `cuMemRelease` (seen with CUDA graphs of the trainer).
     """
     allocator: Any = import_module("vllm.device_allocator.cumem").CuMemAllocator.instance
