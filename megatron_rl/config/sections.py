@@ -295,7 +295,7 @@ class DataConfig:
         "Read the text of special tokens in messages, tools and their results as these tokens; default: as text. Plain "
         "text prompts may have them anyway.",
     )
-    prompt_key: str = option("prompt", "Column with the prompt: text, or a list of chat messages.")
+    prompt_key: str = option("prompt", "Column with the prompt: text, or a list of chat messages, also as JSON text.")
     answer_key: str = option("answer", "Column with the ground truth in the plain schema; SFT: the response to learn.")
     shuffle: bool = option(True, "Shuffle the prompts of each epoch (by trainer.seed).")
 

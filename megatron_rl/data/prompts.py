@@ -168,6 +168,7 @@ def _fit_rows(
             break
         if row.file == len(starts):
             starts.append(row.index)
+        row.columns[cfg.prompt_key] = _parse_messages(row.require(cfg.prompt_key))
         found = read(row, cfg)
         prompt, is_too_long = _tokenize_prompt(row, tokenizer, cfg, read_tools(row) or list(tools))
         counts["dropped" if prompt is None else "kept"] += 1
@@ -181,6 +182,16 @@ def _fit_rows(
             expected="at least one prompt",
             hint="raise data.max_prompt_length",
         )
+
+
+def _parse_messages(value: Any) -> Any:
+    """Return chat messages that are written as JSON text as a list, and any other prompt as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            messages = json.loads(value)
+            if messages and all(isinstance(message, dict) and "role" in message for message in messages):
+                return messages
+    return value
 
 
 def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: list[Any]) -> tuple[Prompt | None, bool]:

@@ -283,6 +283,17 @@ def test_parts_of_a_message_and_options_of_the_template(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_messages_as_json_text_are_messages(tmp_path, suffix):
+    """Other texts that begin with a bracket are prompts as they stand."""
+    messages = [{"role": "user", "content": "1+1="}]
+    texts = [json.dumps(messages), " " + json.dumps(messages), "[1]", "[]", '[{"content": "1"}]', '[{"role"']
+    file = write(tmp_path / f"f.{suffix}", [{"prompt": text, "answer": "2"} for text in texts])
+    prompts = load_prompts([file], TOKENIZER, config()).prompts
+    assert [prompt.text for prompt in prompts] == ["user>1+1=|", "user>1+1=|", *texts[2:]]
+    assert [prompt.messages is None for prompt in prompts] == [False, False, True, True, True, True]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_row_may_have_options_of_its_own(tmp_path, suffix):
     """They precede the run's options, and rewards do not receive them."""
     rows = [
