@@ -122,7 +122,7 @@ def write_wheels(requirements: list[str], python: str, directory: Path) -> None:
 
 
 def test_what_the_wheels_require_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what is there and what only that requires; a version that a later wheel refuses is replaced."""
+    """Without absent packages and their own requirements; a version that a later wheel refuses is replaced."""
     monkeypatch.setattr(tool, "run_pip", write_wheels)
     absent = {"torch", "here", *tool.ROOTS} - {"vllm", "megatron-core"}
     for python, more in (("3.12", {"new"}), ("3.11", set())):
