@@ -32,6 +32,7 @@ ASSIGNMENT, SETTING = re.compile(r"[A-Z_0-9]+="), re.compile(r"[a-z_]+(\.[a-z_0-
 UNREAD = {
     "schedule.replay=checkpoints/runs/RUN": "needs the trace of a run; tests/run/test_schedule.py repeats one",
     "source": "of the shell",
+    "mkdir": "of the shell",
     "pip": "installs a package that docs/dependencies.md names",
     "ssh": "needs another machine",
     "tensorboard": "another program; tests/observability/test_tensorboard.py reads what it shows",
