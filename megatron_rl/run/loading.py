@@ -138,7 +138,7 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     sources = {name: choice.source for name, choice in chosen.items()}
     values = dict.fromkeys((name for name, info in fields.items() if info.required), MISSING)
     values |= {name: choice.value for name, choice in chosen.items()}
-    values |= {name: _expand_patterns(values[name]) for name in _FILE_LISTS if isinstance(values.get(name), list)}
+    values |= {name: _expand_patterns(chosen[name].value) for name in _FILE_LISTS if name in chosen}
     if _PLUGINS in mistakes.refused:  # a plugin may register the engine
         mistakes.refused.add(_ENGINE)
     else:
