@@ -22,7 +22,7 @@ def read_probe(output: str) -> list[Figure]:
 
 
 def read_speeds(file: Path) -> list[Figure]:
-    """Read the rows of bench_ppo_step.py, whose milliseconds are those of a microbatch."""
+    """Read the rows of bench_ppo_step.py, with milliseconds per microbatch."""
     found = []
     for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
         value = f"{row['milliseconds']:.4g} ms, mfu {row['mfu']:.3f}"

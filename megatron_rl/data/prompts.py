@@ -185,7 +185,7 @@ def _fit_rows(
 
 
 def _parse_messages(value: Any) -> Any:
-    """Return chat messages that are written as JSON text as a list, and any other prompt as it is."""
+    """Parse chat messages that are written as JSON text; return any other prompt unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
             messages = json.loads(value)

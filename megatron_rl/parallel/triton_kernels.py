@@ -19,7 +19,7 @@ _LEAST = tl.constexpr(-3.0e38)  # below every logit, and finite
 
 
 def summarize_logits(logits: torch.Tensor, targets: torch.Tensor, start: int, temperature: float) -> torch.Tensor:
-    """Return `vocab_parallel.compute_summary` of `logits / temperature`, [4, t] float32, and leave `logits` as it is.
+    """Return `vocab_parallel.compute_summary` of `logits / temperature`, [4, t] float32, without overwriting.
 
     Args:
         logits: [t, width] of a shard with at least one column, contiguous.

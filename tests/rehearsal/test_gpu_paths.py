@@ -36,9 +36,11 @@ EXPECTED: dict[str, Any] = {
     "kernels": [
         "efficient",
         "torch-varlen",
+        "Triton",
         "attention",
         "layers",
         "delta nets",
+        "softmax, SwiGLU",
         "step",
         "gradient reduction",
         "weight gathering",
