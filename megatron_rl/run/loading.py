@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,6 @@ def _error(setting: Setting, found: str) -> UserError:
     )
 
 
-_FILE_LISTS = ("data.train_files", "data.validation_files")
 _PLUGINS = "algorithm.plugins"
 _ENGINE = "rollout.engine"
 
@@ -138,7 +136,6 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     sources = {name: choice.source for name, choice in chosen.items()}
     values = dict.fromkeys((name for name, info in fields.items() if info.required), MISSING)
     values |= {name: choice.value for name, choice in chosen.items()}
-    values |= {name: _expand_patterns(chosen[name].value) for name in _FILE_LISTS if name in chosen}
     if _PLUGINS in mistakes.refused:  # a plugin may register the engine
         mistakes.refused.add(_ENGINE)
     else:
@@ -159,12 +156,6 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     config, more = put_aside(config.share_settings(), sources)
     check_config(config, sources, mistakes)
     return LoadedConfig(config, [*notes, *dict.fromkeys([*idle, *more])], sources, num_ranks)
-
-
-def _expand_patterns(files: Sequence[str]) -> list[str]:
-    """Replace patterns (`*`, `?`, `**`) by the files that match, sorted; one without a match stays, and is refused."""
-    matches = {file: [] if Path(file).exists() else sorted(glob(file, recursive=True)) for file in files}
-    return [found for file in files for found in (matches[file] or [file])]
 
 
 def read_settings(

@@ -322,15 +322,3 @@ def test_loading_needs_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_patterns_name_the_files_that_match(tmp_path: Path) -> None:
-    """In the order of their names; a file whose name looks like a pattern is itself; no match is left to be refused."""
-    for name in ("b2.jsonl", "b1.jsonl", "sub/b3.jsonl", "[b]1.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("{}\n")
-    files = [f"{tmp_path}/{name}" for name in ("**/b*.jsonl", "[b]1.jsonl", "c*.jsonl")] + ["reasoning-gym:sums?size=3"]
-    chosen = {"train_files": files, "train_batch_size": 1, "weights": [1, 1, 1, 1, 1, 1]}
-    config = load_config({"model": {"path": "m"}, "data": chosen | {"validation_files": []}}).config
-    found = ["b1.jsonl", "b2.jsonl", "sub/b3.jsonl", "[b]1.jsonl", "c*.jsonl"]
-    assert config.data.train_files == [f"{tmp_path}/{name}" for name in found] + [files[-1]]

@@ -37,7 +37,7 @@ def test_this_file_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "kernel_"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0 and "12 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
+    assert done.returncode == 0 and "14 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
 
 
 def draw(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -54,11 +54,14 @@ def find_difference(got: torch.Tensor, want: torch.Tensor, floor: float = 1e-6) 
 
 @can_run
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("width", "start", "temperature"), [(9000, 0, 1.0), (100, 300, 0.7)])
+@pytest.mark.parametrize(("width", "start", "temperature"), [(9000, 0, 1.0), (100, 300, 0.7), (151_936, 0, 1.0)])
 def test_kernel_summaries_and_gradients_of_logits(
     dtype: torch.dtype, width: int, start: int, temperature: float
 ) -> None:
-    """Targets at both ends of the shard and on both sides of it; with and without a gradient of the entropy."""
+    """Targets at both ends of the shard and on both sides of it; with and without a gradient of the entropy.
+
+    The last width is the vocabulary of Qwen2.5.
+    """
     logits, shard = draw(4, width, scale=6.0, dtype=dtype), VocabShard(start, width)
     logits[3, :5] = -1e30
     targets = torch.tensor([start, start + width - 1, start + width, start - 1], device=DEVICE)
