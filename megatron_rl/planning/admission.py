@@ -47,18 +47,17 @@ class Choice:
 
     def overrides(self, job: Job) -> list[str]:
         """Return the command-line overrides that change the job into this choice."""
-        now, wanted = asdict(describe_choice(job)), asdict(self)
-        changed = {name: value for name, value in wanted.items() if value != now[name]}
+        wanted, rollout = asdict(self), job.config.rollout
+        offload, engine_tp = wanted.pop("offload"), wanted.pop("rollout_tensor_model_parallel_size")
         texts = []
-        for name, value in changed.items():
-            if name == "offload":
-                texts += [f"{setting}=true" for setting in _offload_settings(job) if not _is_set(job, setting)]
-            elif name == "rollout_tensor_model_parallel_size":
-                texts.append(f"rollout.tensor_model_parallel_size={value}")
-            else:
-                text = "null" if value is None else str(value).lower()
-                texts += [f"{role.section}.{name}={text}" for role in job.spec.laid_out_alike]
-        return texts
+        for name, value in wanted.items():
+            text = "null" if value is None else str(value).lower()
+            alike = [role for role in job.spec.laid_out_alike if getattr(role.settings, name) != value]
+            texts += [f"{role.section}.{name}={text}" for role in alike]
+        if offload:
+            texts += [f"{setting}=true" for setting in _offload_settings(job) if not _is_set(job, setting)]
+        changed = engine_tp != rollout.tensor_model_parallel_size
+        return texts + [f"rollout.tensor_model_parallel_size={engine_tp}"] * changed
 
 
 @dataclass(frozen=True)
@@ -198,22 +197,25 @@ def _distance(a: Choice, b: Choice) -> float:
 def _list_choices(job: Job) -> Iterator[Choice]:
     shape, world, node = job.shape, len(job.ranks_of("actor")), job.cluster.gpus_per_node
     now = describe_choice(job)
-    rollout_sizes = {1 << i for i in range(node.bit_length()) if node % (1 << i) == 0}
-    rollout_sizes = sorted(rollout_sizes | {now.rollout_tensor_model_parallel_size})
+    powers = {1 << i for i in range(node.bit_length()) if node % (1 << i) == 0}
+    rollout_sizes = sorted(powers | {now.rollout_tensor_model_parallel_size})
+    now_cp = now.context_parallel_size
+    cp_sizes = sorted(powers | {now_cp})
     offloads = sorted({now.offload, True})
     recomputations = sorted({"none", "full", now.recompute_granularity})
     for tp in divisors(math.gcd(shape.num_heads, shape.num_kv_heads)):
         for pp in divisors(shape.num_layers):
             split = job.config.actor.expert_tensor_parallel_size or tp
-            if tp > node or world % (tp * pp * now.context_parallel_size) or split not in (1, tp):
+            if tp > node or world % (tp * pp) or split not in (1, tp):
                 continue
             replicas = world // (pp * split)
             for ep in divisors(shape.num_experts) if shape.num_experts else [1]:
                 if replicas % ep:
                     continue
                 vpp = now.virtual_pipeline_model_parallel_size if pp == now.pipeline_model_parallel_size else None
-                for rollout_tp, recompute, offload in product(rollout_sizes, recomputations, offloads):
-                    yield Choice(tp, pp, vpp, now.context_parallel_size, ep, tp > 1, recompute, offload, rollout_tp)
+                contexts = [cp for cp in cp_sizes if world % (tp * pp * cp) == 0 and (tp * cp <= node or cp == now_cp)]
+                for cp, *rest in product(contexts, recomputations, offloads, rollout_sizes):
+                    yield Choice(tp, pp, vpp, cp, ep, tp > 1, *rest)
 
 
 def _apply(job: Job, choice: Choice) -> Job:

@@ -205,7 +205,7 @@ class Assumptions:
         bandwidth_efficiency: share of memory bandwidth in decoding.
         link_efficiency: share of link bandwidth in collectives.
         mean_response, mean_prompt: mean length over the maximum length.
-        decode_overhead: seconds per decoding pass besides memory and operations.
+        decode_overhead, request_overhead: host seconds per decoding pass, and per running response of a pass.
     """
 
     mfu: float = 0.4
@@ -214,12 +214,14 @@ class Assumptions:
     mean_response: float = 0.5
     mean_prompt: float = 0.5
     decode_overhead: float = 0.004
+    request_overhead: float = 40e-6
 
     def describe(self) -> str:
         """Return the assumptions as a sentence for the report."""
         return (
-            f"{self.mfu:.0%} of peak operations, {self.bandwidth_efficiency:.0%} of memory bandwidth and "
-            f"{self.decode_overhead * 1e3:g} ms per decoding pass, {self.link_efficiency:.0%} of link bandwidth; "
+            f"{self.mfu:.0%} of peak operations; {self.bandwidth_efficiency:.0%} of memory bandwidth, with "
+            f"{self.decode_overhead * 1e3:g} ms per decoding pass and {self.request_overhead * 1e6:g} us per response "
+            f"in it; {self.link_efficiency:.0%} of link bandwidth; "
             f"responses of {self.mean_response:.0%} and prompts of {self.mean_prompt:.0%} of the longest"
         )
 
@@ -278,7 +280,8 @@ def predict_step(
     def compute(role: RoleSpec, rounds: float) -> float:
         """Return seconds of `rounds` forward passes over all tokens (a backward pass counts as two)."""
         length, layout = work.prompt_tokens + work.response_tokens, job.layout_of(role)
-        operations = rounds * work.tokens * count_operations(job.shape_of(role), length) / layout.world_size
+        per_token = count_operations(job.shape_of(role), length, layout.pp_size)
+        operations = rounds * work.tokens * per_token / layout.world_size
         return operations / (job.cluster.flops * assumed.mfu) * (1 + compute_bubble(work, layout, role.settings))
 
     def train(role: RoleSpec) -> float:
@@ -326,13 +329,16 @@ def compute_bubble(work: Workload, layout: ParallelLayout, section: LayoutConfig
     return (layout.pp_size - 1) / (layout.vpp_size * microbatches)
 
 
-def count_operations(shape: ModelShape, length: float) -> float:
-    """Return operations per token of a forward pass through a sequence of `length` tokens."""
+def count_operations(shape: ModelShape, length: float, stages: int = 1) -> float:
+    """Return operations per token of a forward pass through a sequence of `length` tokens.
+
+    In a pipeline of `stages`, those of the last stage times `stages`: the other stages wait for its head.
+    """
     h, scored = shape.hidden_size, shape.num_heads * (shape.head_dim + shape.value_dim)
     layer = shape.attention_elements + 3 * h * shape.active_columns + h * shape.num_experts
     head = 0 if shape.has_score_head else h * shape.vocab_size
     attending = shape.num_layers - len(shape.delta_layers)
-    return 2 * (shape.num_layers * layer + head) + attending * scored * length
+    return 2 * (shape.num_layers * layer + stages * head) + attending * scored * length
 
 
 def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed: Assumptions) -> float:
@@ -350,6 +356,7 @@ def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed
         weights *= min(1.0, (running * shape.experts_per_token + 1) / shape.num_experts)
     bandwidth = cluster.memory_bandwidth * assumed.bandwidth_efficiency
     operations = running * count_operations(shape, mean) / tp / (cluster.flops * assumed.mfu)
-    decode = passes * (max((weights + running * mean * per_token) / bandwidth, operations) + assumed.decode_overhead)
+    host = assumed.decode_overhead + running * assumed.request_overhead
+    decode = passes * (max((weights + running * mean * per_token) / bandwidth, operations) + host)
     prefill = per_engine * work.prompt_tokens * count_operations(shape, work.prompt_tokens) / tp
     return decode + prefill / (cluster.flops * assumed.mfu)

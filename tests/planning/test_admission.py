@@ -43,7 +43,7 @@ def test_dry_run_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     """Without the model's files its shape is still available, and the run would not start."""
     assert start(["--dry-run", "--world-size", "8", "--gpu-memory-gib", "80"], monkeypatch) == 2
     out, err = capsys.readouterr()
-    assert "planned memory: at most 61.7 of 80.0 GiB per GPU" in out and "there is no models/Qwen2.5-7B" in err
+    assert "planned memory: at most 73.3 of 80.0 GiB per GPU" in out and "there is no models/Qwen2.5-7B" in err
     assert start(["--dry-run", "--world-size", "8"], monkeypatch) == 2
     assert "planned memory" not in capsys.readouterr().out
 
@@ -68,7 +68,7 @@ def test_a_critic_that_a_plugin_asks_for_is_planned(tmp_path: Path) -> None:
 def test_dry_run_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert start(["--dry-run", "--world-size=8", "--gpu-memory-gib=80", *ONE_STAGE], monkeypatch) == 2
     error = capsys.readouterr().err
-    assert 'phase "engine start" takes' in error and "GiB too many" in error and "nearest layout that fits" in error
+    assert 'phase "actor update" takes' in error and "GiB too many" in error and "nearest layout that fits" in error
     assert start(["--dry-run", "--world-size=8", "--gpu-memory-gib=much"], monkeypatch) == 2
     assert start(["--dry-run", "--world-size=8", "--gpu-memory-gib=80", "--gpus-per-node=3"], monkeypatch) == 2
     assert "equal nodes" in capsys.readouterr().err
@@ -87,7 +87,7 @@ def test_start_on_gpus_refuses(
     arguments = [f"model.path={model}", f"trainer.check_memory={str(is_checked).lower()}", *ONE_STAGE]
     assert start(arguments, monkeypatch) == 2
     error = capsys.readouterr().err
-    assert ('phase "engine start" takes' in error) == is_checked and "Traceback" not in error
+    assert ('phase "actor update" takes' in error) == is_checked and "Traceback" not in error
 
 
 def test_without_gpus_nothing_is_checked() -> None:
@@ -138,11 +138,11 @@ def test_roles_on_ranks_of_their_own_are_judged_there() -> None:
         "critic.lr=1e-6",
         "critic.max_tokens_per_microbatch=16384",
     ]
-    assert fit(placement, describe_cluster(8, 250)).endswith('in phase "critic update" on rank 4')
+    assert fit(placement, describe_cluster(8, 250)).count('in phase "critic update" on rank 4;') == 1
     with pytest.raises(UserError, match="on rank 4: .* GiB too many") as caught:
         fit(placement, describe_cluster(8, 141))
     change = [word for word in caught.value.hint.split() if "=" in word]
-    assert "the nearest layout that fits: actor." in caught.value.hint
+    assert "the nearest layout that fits: critic.tensor_model_parallel_size=2 " in caught.value.hint
     assert "of 141.0 GiB per GPU" in fit([*placement, *change], describe_cluster(8, 141))
     with pytest.raises(UserError, match="GiB too many") as caught:
         fit(placement, describe_cluster(8, 24))

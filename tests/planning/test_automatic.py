@@ -38,8 +38,9 @@ def choose(*overrides: str, gpus: int = 8, memory_gib: float = 80) -> tuple[RunC
 
 def test_the_first_of_the_plan_is_taken(tmp_path: Path) -> None:
     """A config that states it, and reads back as it was."""
-    config, lines = choose()
-    given = load_config(RECIPE).config
+    slow = "rollout.tensor_model_parallel_size=4"
+    config, lines = choose(slow)
+    given = load_config(RECIPE, [slow]).config
     job = read_job(given, resolve(given), describe_cluster(8, 80), RECIPE)
     best = list_candidates(job, Assumptions())[0]
     assert config == best.job.config != given and config.layout.mode == "given"
@@ -48,7 +49,7 @@ def test_the_first_of_the_plan_is_taken(tmp_path: Path) -> None:
     recipe = tmp_path / "config.yaml"
     recipe.write_text(dump_yaml(config))
     assert load_config(recipe).config == config
-    assert choose() == (config, lines), "on every rank alike"
+    assert choose(slow) == (config, lines), "on every rank alike"
 
 
 def test_lengths_choose_the_schedule_too(monkeypatch: pytest.MonkeyPatch) -> None:

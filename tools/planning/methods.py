@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_rl.config.run_spec import RunSpec
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import FULLY_SHARDED, RunConfig
 from megatron_rl.planning.admission import Candidate, check_job, list_candidates
 from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.communication import Assumptions
@@ -48,7 +48,7 @@ def compare_methods(job: Job, assumed: Assumptions, resolve: Callable[[RunConfig
     rank = job.config.actor.lora.rank or _RANK
     ways: dict[str, dict[str, Any]] = {
         "full, ZeRO-1": {"lora.rank": 0, "quantization": "none", "zero_stage": 1},
-        "full, ZeRO-3": {"lora.rank": 0, "quantization": "none", "zero_stage": 3},
+        "full, ZeRO-3": {"lora.rank": 0, "quantization": "none", "zero_stage": FULLY_SHARDED},
         "LoRA": {"lora.rank": rank, "quantization": "none", "zero_stage": 1},
         "QLoRA": {"lora.rank": rank, "quantization": "nf4", "zero_stage": 1},
     }
@@ -61,6 +61,8 @@ def _judge_method(
     now = _read_settings(job.config)
     sections = [role.name for role in job.spec.trained]
     config = replace(job.config, **{section: _apply(getattr(job.config, section), settings) for section in sections})
+    stays = config.reference.offload and settings["zero_stage"] == FULLY_SHARDED  # its ranks share the reference
+    config = config.with_sections({"reference": {"offload": False}}) if stays else config
     other = replace(job, config=config, spec=resolve(config))
     candidates = list_candidates(other, assumed)
     fastest, refusal, overrides = next(iter(candidates), None), None, []
@@ -72,6 +74,7 @@ def _judge_method(
     else:
         changed = [f"{key}={value}" for key, value in settings.items() if value != now[key]]
         overrides = [f"{section}.{text}" for section in sections for text in changed] + fastest.choice.overrides(other)
+        overrides += ["reference.offload=false"] * stays
     return Method(name, settings, settings == now, overrides, len(candidates), fastest, refusal)
 
 

@@ -156,7 +156,7 @@ def _describe_pass(job: Job, kv_bytes_per_token: int, running: int, assumed: Ass
 
     return StepCost(
         weights / bandwidth + assumed.decode_overhead,
-        compute(0),
+        compute(0) + assumed.request_overhead,
         compute(data.max_prompt_length * assumed.mean_prompt),
         kv_bytes_per_token / bandwidth,
     )
