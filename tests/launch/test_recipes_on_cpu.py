@@ -40,11 +40,12 @@ RECIPES = {  # recipe -> family of its model
     "qwen2.5_7b_search": "qwen2",
     "qwen3_30b_a3b_math": "qwen3_moe",
     "qwen3_30b_a3b_zero3": "qwen3_moe",
+    "qwen3_8b_long": "qwen3",
     "qwen3_8b_math": "qwen3",
 }
 # Each differs from one of the others in sizes, offloading and layout alone, or has a family or agents of other tests.
 ALIKE = {"qwen2.5_72b_math", "qwen2.5_7b_gsm8k", "qwen3_30b_a3b_math"}
-ALIKE |= {"glm4.5_air_math", "llama3.1_8b_gsm8k", "qwen3_8b_math", "qwen2.5_7b_search"}
+ALIKE |= {"glm4.5_air_math", "llama3.1_8b_gsm8k", "qwen3_8b_math", "qwen3_8b_long", "qwen2.5_7b_search"}
 WITH_PACKAGES = {"qwen2.5_0.5b_reasoning_gym"}  # need packages that are not installed here
 ENDS = [2, *range(0, 500, 5)]  # the tokenizer's EOS, and enough others that responses end in them
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -60,12 +61,12 @@ def shrink(recipe: dict[str, Any]) -> tuple[int, list[str]]:
     sections = {name: recipe.get(name, {}) for name in ("actor", "critic", "rollout")}
     sections |= {f"teachers.{name}": section for name, section in recipe.get("teachers", {}).items()}
     layout = {
-        f"{section}.{name}_model_parallel_size": min(2, size) if name != "pipeline" else 1
+        f"{section}.{name}_parallel_size": min(2, size) if name != "pipeline_model" else 1
         for section in sections
-        for name in ("tensor", "pipeline", "expert")
-        if (size := sections[section].get(f"{name}_model_parallel_size"))
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model")
+        if (size := sections[section].get(f"{name}_parallel_size"))
     }
-    sizes = [layout.get(f"actor.{name}_model_parallel_size", 1) for name in ("tensor", "expert")]
+    sizes = [layout.get(f"actor.{name}_parallel_size", 1) for name in ("tensor_model", "context", "expert_model")]
     overrides = [
         "model.dtype=float32",
         "data.train_batch_size=4",
@@ -73,6 +74,7 @@ def shrink(recipe: dict[str, Any]) -> tuple[int, list[str]]:
         "data.max_response_length=8",
         "trainer.total_steps=2",
         *(f"{k}={v}" for k, v in layout.items()),
+        *(["reward.overlong_buffer_length=4"] if "overlong_buffer_length" in recipe["reward"] else []),
         *(["agents.workers=1"] if "agents" in recipe else []),  # each imports transformers
     ]
     return math.prod(sizes), overrides
