@@ -36,7 +36,7 @@ class ActorConfig(SimpleNamespace):
 
 
 def load_verl(checkout: Path) -> SimpleNamespace:
-    """Load verl's modules `core` (losses, estimators, KL) and `correction` (importance weights), and its `ActorConfig`.
+    """Load verl's `core` (losses, estimators, KL) and `correction` (importance weights), `score` and `ActorConfig`.
 
     Raises:
         UserError: no checkout of verl.
@@ -62,6 +62,7 @@ def load_verl(checkout: Path) -> SimpleNamespace:
     return SimpleNamespace(
         core=importlib.import_module("verl.trainer.ppo.core_algos"),
         correction=importlib.import_module("verl.trainer.ppo.rollout_corr_helper"),
+        score=importlib.import_module("verl.utils.reward_score").default_compute_score,
         ActorConfig=ActorConfig,
     )
 

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare verl's functions with ours for every estimator, loss and KL that a recipe may select by a verl name.
+"""Compare verl's functions with ours for every estimator, loss, KL and reward that a recipe may select by a verl name.
 
     python tools/compare_verl.py CHECKOUT        # a checkout of verl; without one, skipped
 
-Losses and KL are compared in value and gradient; relative differences up to 1e-6 count as equal. Intended differences
-are listed with the reason. Exit code: 0, or 1 for any other difference.
+Losses and KL are compared in value and gradient; relative differences up to 1e-6 count as equal. Rewards of random
+texts are compared exactly; the difference is the share of texts. Intended differences are listed with the reason.
+Exit code: 0, or 1 for any other difference.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,12 +37,14 @@ from megatron_rl.algorithms.plugin_types import PolicyLossInputs
 from megatron_rl.algorithms.policy_losses import choose_tokens
 from megatron_rl.compat.name_groups import AGGREGATIONS, ESTIMATORS, KL_TYPES, LOSS_MODES
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.rewards.public_sets import find_scorer
 from megatron_rl.run.loading import load_config
 from megatron_rl.training.roles.critic import compute_value_loss
 from megatron_rl.types import UserError
 from tools._verl_checkout import load_verl
 
 TOLERANCE = 1e-6
+_NUM_TEXTS = 6_000
 _SEEDS = (0, 1, 2)
 _GROUP_SIZES, _WIDTH = [4, 3, 5, 2], 12
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
@@ -51,7 +57,31 @@ _COV_SETTINGS = {
     "clip_cov_ub": 2.0,
     "kl_cov_ratio": 0.2,
     "ppo_kl_coef": 0.1,
+    "dro_beta": 0.3,
 }
+_REWARD_WEIGHTS = {"accuracy": 1.0, "format": 0.3}  # of gdpo
+# Differences that depend on what surrounds verl's function.
+_ELSEWHERE = {
+    ("estimator", "optimal_token_baseline"): "episodes: positions count the tokens of tools there, and only tokens in "
+    "the loss here, as in tir_optimal_token_baseline",
+    ("estimator", "grpo_passk"): "a group of one: an error in verl, advantage 0 here",
+    ("loss", "seq-mean-token-sum-norm"): "without loss_scale_factor verl divides by the longest response of each micro "
+    "batch, and data.max_response_length divides here; above both are equal",
+    **dict.fromkeys(
+        (("loss", "clip_cov"), ("loss", "kl_cov")),
+        "tokens are chosen once a step from old_logprobs here, and again in each micro batch in verl; above both "
+        "choose from the same log-probs",
+    ),
+    ("KL", "full"): "refused: needs both distributions; verl raises NotImplementedError",
+}
+# Data sources with different scorers, and what random responses and truths are made of.
+DATA_SOURCES = ("openai/gsm8k", "HuggingFaceH4/MATH-500", "math_dapo", "searchR1_nq")
+_MARKS = ("{}", "\\boxed{{{}}}", "Answer: {}", "#### {}", "<answer>{}</answer>")
+_WORDS = (
+    r"1 34 0.5 .5 \frac \frac12 \frac{1}{2} \sqrt \sqrt3 { } \boxed{ $ \fbox{ \text{and} \% \$ x= 1/2 , 1,000 dollars "
+    r"\left( ^\circ \! \\ - \mbox{m} tfrac <answer> </answer> The"
+)
+_FRAGMENTS = (*_WORDS.split(), " ", "\n", "a ", "\\boxed ", "\\text{ cm}", "Answer: ", "#### ")
 _NOT_IN_CHECKOUT = "this checkout has no such loss; the formula is the paper's"
 _FLOAT32 = "verl sums squares in float32; its other form, grpo, is equal"
 _ONE = "a group of one: verl keeps the reward itself, here there is nothing to compare with and the advantage is 0"
@@ -81,7 +111,7 @@ class Row:
 class Batch:
     """Random responses, padded for verl and packed for ours after a prompt token."""
 
-    def __init__(self, seed: int, group_sizes: list[int] | None = None) -> None:
+    def __init__(self, seed: int, group_sizes: list[int] | None = None, *, with_holes: bool = False) -> None:
         self.group_sizes = np.array(group_sizes or _GROUP_SIZES)
         self._random, size = torch.Generator().manual_seed(seed), int(self.group_sizes.sum())
         lengths = torch.randint(1, _WIDTH + 1, (size,), generator=self._random)
@@ -89,11 +119,14 @@ class Batch:
         self.lengths, self.mask = lengths, torch.arange(_WIDTH) < lengths[:, None]
         self.index = np.repeat(np.arange(len(self.group_sizes)), self.group_sizes)
         self.old = -self.draw().abs() - 0.05
-        self.new, self.ref, self.rollout = (self.old + scale * self.draw() for scale in (0.6, 0.3, 0.3))
+        self.new, self.ref, self.rollout = (-(self.old + scale * self.draw()).abs() for scale in (0.6, 0.3, 0.3))
         self.advantages = self.draw()[:, :1].expand(-1, _WIDTH) * self.mask
         self.scores = torch.randint(0, 3, (size,), generator=self._random).double() / 2
         self.baselines = torch.randint(0, 3, (size,), generator=self._random).double()[self.index]
         last = torch.arange(_WIDTH) == lengths[:, None] - 1
+        self.components = {name: self.scores if i else self.draw()[:, 0] for i, name in enumerate(_REWARD_WEIGHTS)}
+        if with_holes:  # tokens of tools between a policy's own
+            self.mask &= (self.draw() > -0.5) | last
         self.outcome = torch.where(last, self.scores[:, None], 0.0)
         self.rewards = (self.outcome - 0.05 * self.draw()) * self.mask
         self.values, self.squares = self.draw() * self.mask, self.old.exp().square() + 0.1
@@ -118,7 +151,7 @@ class Batch:
     @property
     def packed_mask(self) -> torch.Tensor:
         """[t] bool, False at prompts."""
-        return ~self.pack(torch.zeros_like(self.old)).isnan()
+        return self.pack(self.mask.double()) == 1
 
     @property
     def sequence_ids(self) -> torch.Tensor:
@@ -145,14 +178,22 @@ def measure(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def compare_estimators(verl: SimpleNamespace) -> Iterator[Row]:
     """Compare advantages and returns."""
-    for name, ours in ESTIMATORS:
-        config = read_settings(f"algorithm.adv_estimator={name}", "algorithm.gamma=0.95", "algorithm.lam=0.9")
+    for name, _ in ESTIMATORS:
+        config = read_settings(
+            f"algorithm.adv_estimator={name}",
+            "algorithm.gamma=0.95",
+            "algorithm.lam=0.9",
+            f"algorithm.gdpo_reward_keys=[{','.join(_REWARD_WEIGHTS)}]",
+            f"algorithm.gdpo_reward_weights={list(_REWARD_WEIGHTS.values())}",
+        )
+        ours = config.adv_estimator
         worst = max(_compare_advantages(verl, name, config, Batch(seed)) for seed in _SEEDS)
         yield Row("estimator", name, ours, worst, _FLOAT32 if name == "grpo_vectorized" else "")
-        if name in ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "optimal_token_baseline"):
+        if name in ("gae", "reinforce_plus_plus", "tir_optimal_token_baseline"):
+            worst = max(_compare_advantages(verl, name, config, Batch(seed, with_holes=True)) for seed in _SEEDS)
+            yield Row("estimator", f"{name}, episodes", ours, worst)
+        if name in ("grpo", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline"):
             yield Row("estimator", name, ours, _compare_advantages(verl, name, config, Batch(0, [1, 4, 1])), _ONE)
-        if name == "grpo_passk":
-            yield Row("estimator", name, ours, None, "a group of one: an error in verl, advantage 0 here")
         if name == "remax":
             worst = _compare_advantages(verl, name, config, Batch(0), with_kl=True)
             yield Row(
@@ -171,13 +212,22 @@ def _compare_advantages(
     given: dict[str, Any] = {"token_level_rewards": rewards.clone(), "response_mask": batch.mask.double()}
     if name == "gae":
         given |= {"values": batch.values, "gamma": config.gamma, "lam": config.gae_lambda}
-    elif name == "optimal_token_baseline":
+    elif name.endswith("optimal_token_baseline"):
         given |= {"index": batch.index, "old_log_probs": batch.old, "sum_pi_squared": batch.squares}
     else:
-        settings = verl.ActorConfig(gamma=config.gamma, norm_adv_by_std_in_grpo=config.norm_adv_by_std)
+        settings = verl.ActorConfig(
+            gamma=config.gamma,
+            norm_adv_by_std_in_grpo=config.norm_adv_by_std,
+            gdpo_reward_keys=list(_REWARD_WEIGHTS),
+            gdpo_reward_weights=list(_REWARD_WEIGHTS.values()),
+        )
         given |= {"config": settings, "index": batch.index}
         if name == "remax":
             given["reward_baselines"] = batch.baselines
+        if name == "gdpo":
+            attended = torch.cat([torch.ones(len(batch.mask), 1, dtype=torch.bool), batch.mask], dim=1)
+            given["batch"] = {"prompts": attended[:, :1], "attention_mask": attended}
+            given["non_tensor_batch"] = batch.components
     expected, expected_returns = verl.core.get_adv_estimator_fn(name)(**given)
     found = compute_advantages(
         AdvantageInputs(
@@ -191,6 +241,7 @@ def _compare_advantages(
             group=dist.group.WORLD,
             old_logprobs=batch.pack(batch.old),
             sum_pi_squared=batch.pack(batch.squares),
+            components={name: values.numpy() for name, values in batch.components.items()},
         ),
         config,
     )
@@ -214,19 +265,7 @@ def compare_losses(verl: SimpleNamespace) -> Iterator[Row]:
                 *(f"{_ACTOR}.policy_loss.{key}={value}" for key, value in _COV_SETTINGS.items()),
             )
             worst = max(_compare_loss(verl, name, aggregation, config, Batch(seed)) for seed in _SEEDS)
-            here = f"{ours}, {config.loss_agg_mode}"
-            if config.loss_agg_mode == "constant":
-                here += " times the sequences"
-            yield Row("loss", f"{name}, {aggregation}", here, worst)
-    for name in ("clip_cov", "kl_cov"):
-        yield Row(
-            "loss",
-            name,
-            LOSS_MODES[name],
-            None,
-            "tokens are chosen once a step from old_logprobs here, and "
-            "again in each micro batch in verl; above both choose from the same log-probs",
-        )
+            yield Row("loss", f"{name}, {aggregation}", f"{ours}, {config.loss_agg_mode}", worst)
     yield Row(
         "loss",
         "vanilla without clip_ratio_c",
@@ -255,13 +294,12 @@ def _compare_loss(verl: SimpleNamespace, name: str, aggregation: str, config: Al
     chosen = choose_tokens(inputs, config, dist.group.WORLD) if config.policy_loss in CHOOSES_TOKENS else None
     assert chosen is None or 0 < chosen.sum() < batch.packed_mask.sum(), "the comparison needs both kinds of tokens"
     weights = aggregate(config.loss_agg_mode, batch.lengths.tolist(), _WIDTH).weights
-    factor = len(weights) if config.loss_agg_mode == "constant" else 1
     loss, _ = compute_policy_loss(
         batch.loss_inputs(ours, chosen),
         torch.zeros_like(ours),
         None,
         None,
-        factor * torch.from_numpy(weights)[batch.sequence_ids] * batch.packed_mask,
+        torch.from_numpy(weights)[batch.sequence_ids] * batch.packed_mask,
         config,
     )
     loss.backward()
@@ -285,7 +323,6 @@ def compare_kl(verl: SimpleNamespace) -> Iterator[Row]:
                 found.append((value, logprobs.grad))
             (theirs, their_gradient), (mine, my_gradient) = found
             yield Row("KL", name, ours, max(measure(mine, theirs), measure(my_gradient, their_gradient)), reason)
-    yield Row("KL", "full", "-", None, "refused: needs both distributions; verl raises NotImplementedError")
     config = read_settings(
         "algorithm.use_kl_in_reward=true",
         "algorithm.kl_ctrl.type=adaptive",
@@ -334,12 +371,38 @@ def compare_the_rest(verl: SimpleNamespace) -> Iterator[Row]:
         found, _ = compute_value_loss(*values, batch.packed_mask, weights, 0.2)
         worst = max(worst, measure(found, expected))
     yield Row("critic", "value loss, cliprange_value", "value_clip", worst)
+    for (kind, name), reason in _ELSEWHERE.items():
+        yield Row(kind, name, "-", None, reason)
+
+
+def draw_texts(count: int) -> Iterator[tuple[str, str]]:
+    """Draw random responses, marked or not, and their ground truths."""
+    draw = random.Random(0)
+    for _ in range(count):
+        truth = "".join(draw.choices(_FRAGMENTS, k=draw.randrange(1, 4)))
+        before, after = ("".join(draw.choices(_FRAGMENTS, k=draw.randrange(3))) for _ in range(2))
+        yield before + draw.choice(_MARKS).format(truth if draw.random() < 0.7 else before) + after, truth
+
+
+def compare_rewards(verl: SimpleNamespace) -> Iterator[Row]:
+    """Compare the scores of each public data set."""
+    for source in DATA_SOURCES:
+        differing, score = 0, find_scorer(source)
+        for response, text in draw_texts(_NUM_TEXTS):
+            truth: Any = {"target": [text, "34"]} if source.startswith("searchR1") else text
+            with contextlib.redirect_stdout(io.StringIO()):
+                theirs = verl.score(source, response, truth)
+            ours = score(response, truth)
+            pairs = [(ours[key], theirs[key]) for key in ours] if isinstance(ours, dict) else [(ours, theirs)]
+            differing += any(mine != other for mine, other in pairs)
+        yield Row("reward", source, "by_data_source", differing / _NUM_TEXTS)
 
 
 COMPARISONS: tuple[Callable[[SimpleNamespace], Iterator[Row]], ...] = (
     compare_estimators,
     compare_losses,
     compare_kl,
+    compare_rewards,
     compare_the_rest,
 )
 

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the decorator from here
-    find_advantage_estimator,
+    ADVANTAGE_ESTIMATORS,
     register_advantage_estimator,
 )
 from megatron_rl.algorithms.plugin_types import AdvantageInputs, Advantages, number_segments
 from megatron_rl.config.fields import find_options
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.extension.registry import find_entry
 from megatron_rl.types import UserError
 
 _SETTING = "algorithm.adv_estimator"
@@ -39,7 +40,7 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
         UserError: unknown estimator, missing critic, or a plugin's result is not [t] tensors.
     """
     name = config.adv_estimator
-    estimator = find_advantage_estimator(name)
+    estimator = find_entry(ADVANTAGE_ESTIMATORS, name, _SETTING)
     if estimator.needs_values and inputs.values is None:
         raise UserError(
             f'{_SETTING} = "{name}" needs values, and there is no critic',
@@ -86,6 +87,7 @@ def _leave_out_failed(inputs: AdvantageInputs, needs_group: bool) -> AdvantageIn
         group_sizes=sizes[sizes > 0],
         baselines=None if inputs.baselines is None else inputs.baselines[sizes > 0],
         loss_mask=inputs.loss_mask & (rollout_ids < count),
+        components={name: values[kept] for name, values in inputs.components.items()},
         rollout_ids=rollout_ids,
         has_reward=None,
     )
@@ -157,16 +159,11 @@ def compute_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) ->
     A_i = (r_i - mean(r)) / (std(r) + 1e-6)          std unbiased; not divided if `norm_adv_by_std=False`
     """
     if not config.norm_adv_by_std:
-        return compute_dr_grpo_advantages(inputs, config)
+        return inputs.expand(centre_scores(inputs))
     groups = inputs.grouped_scores()
     return inputs.expand(
         np.concatenate([centre(r) / (r.std(ddof=1) + STD_EPSILON) if len(r) > 1 else np.zeros(1) for r in groups])
     )
-
-
-def compute_dr_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """Compute A_i = r_i - mean(r) of the group (Dr. GRPO, arXiv 2503.20783); the paper aggregates by `constant`."""
-    return inputs.expand(centre_scores(inputs))
 
 
 def centre_scores(inputs: AdvantageInputs) -> np.ndarray:

@@ -18,16 +18,22 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the decorator from here
-    find_loss_aggregation,
+    LOSS_AGGREGATIONS,
     register_loss_aggregation,
 )
 from megatron_rl.algorithms.plugin_types import AggregationInputs, SequenceWeights
+from megatron_rl.extension.registry import find_entry
 from megatron_rl.types import LossLedger, UserError
 
 
 def weigh_token_mean(inputs: AggregationInputs) -> np.ndarray:
     """Return 1 / sum_j len_j (DAPO, arXiv 2503.14476)."""
     return np.full(len(inputs.lengths), 1.0 / max(inputs.lengths.sum(), 1.0))
+
+
+def weigh_token_sum(inputs: AggregationInputs) -> np.ndarray:
+    """Return 1."""
+    return np.ones(len(inputs.lengths))
 
 
 def weigh_seq_mean_token_mean(inputs: AggregationInputs) -> np.ndarray:
@@ -58,7 +64,8 @@ def aggregate(
         UserError: unknown mode, or a plugin's weights are not finite or not one per sequence.
     """
     lengths = np.asarray(response_lengths, np.float64)
-    found = find_loss_aggregation(mode)(AggregationInputs(lengths, max_response_length, options))
+    weigh = find_entry(LOSS_AGGREGATIONS, mode, "algorithm.loss_agg_mode")
+    found = weigh(AggregationInputs(lengths, max_response_length, options))
     weights, metrics = found if isinstance(found, tuple) else (found, {})
     weights = np.asarray(weights)
     if weights.shape != lengths.shape or not (weights.dtype.kind in "fiu" and np.isfinite(weights).all()):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.config.algorithm import SAMPLED
 from megatron_rl.config.fields import OPTIONS
 from megatron_rl.config.schema import AlgorithmConfig, RunConfig
-from megatron_rl.extension.registry import Deferred, add_entry, describe_place, find_entry
+from megatron_rl.extension.registry import Deferred, add_entry, describe_place
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
@@ -60,10 +60,11 @@ def _formula(
 
 
 ADVANTAGE_ESTIMATORS: dict[str, RegisteredEstimator] = {
-    **{name: _formula(name, "advantages", needs_group=True) for name in ("grpo", "dr_grpo")},
-    **{name: _formula(name, needs_group=True) for name in ("grpo_passk", "rloo", "opo", "gpg")},
-    "optimal_token_baseline": _formula(
-        "optimal_token_baseline", needs_group=True, needs_sum_pi_squared=True, needs_old_logprobs=True
+    "grpo": _formula("grpo", "advantages", needs_group=True),
+    **{name: _formula(name, needs_group=True) for name in ("dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo")},
+    **dict.fromkeys(
+        ("optimal_token_baseline", "tir_optimal_token_baseline"),
+        _formula("optimal_token_baseline", needs_group=True, needs_sum_pi_squared=True, needs_old_logprobs=True),
     ),
     "remax": _formula("remax", needs_greedy_baseline=True),
     "reinforce_plus_plus_baseline": _formula("reinforce_plus_plus_baseline", needs_group=True),
@@ -71,17 +72,15 @@ ADVANTAGE_ESTIMATORS: dict[str, RegisteredEstimator] = {
     "gae": _formula("gae", needs_values=True),
     "distill": _formula("distill"),
 }
+_LOSSES = "gspo geo_mean cispo sapo dppo_tv dppo_kl dro policy_gradient clip_cov kl_cov"
 CHOOSES_TOKENS = ("clip_cov", "kl_cov")  # policy losses that choose tokens of the whole step by `old_logprobs`
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "ppo": Deferred("megatron_rl.algorithms.losses", "compute_ppo_loss"),
-    **{
-        name: Deferred("megatron_rl.algorithms.policy_losses", f"compute_{name}_loss")
-        for name in ("gspo", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "policy_gradient", *CHOOSES_TOKENS)
-    },
+    **{name: Deferred("megatron_rl.algorithms.policy_losses", f"compute_{name}_loss") for name in _LOSSES.split()},
 }
 LOSS_AGGREGATIONS: dict[str, LossAggregation] = {
     name: Deferred("megatron_rl.algorithms.aggregation", f"weigh_{name.replace('-', '_')}")
-    for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
+    for name in ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
 }
 
 
@@ -119,11 +118,6 @@ def register_advantage_estimator(
     return _register(ADVANTAGE_ESTIMATORS, name, _ESTIMATOR, options, make_entry)
 
 
-def find_advantage_estimator(name: str) -> RegisteredEstimator:
-    """Return a registered estimator; UserError if the name is unknown."""
-    return find_entry(ADVANTAGE_ESTIMATORS, name, _ESTIMATOR)
-
-
 def register_policy_loss(name: str, *, options: type | None = None) -> Callable[[PolicyLoss], PolicyLoss]:
     """Register `loss(inputs, config)` as algorithm.policy_loss = `name`; a decorator.
 
@@ -138,11 +132,6 @@ def register_policy_loss(name: str, *, options: type | None = None) -> Callable[
     return _register(POLICY_LOSSES, name, _LOSS, options)
 
 
-def find_policy_loss(name: str) -> PolicyLoss:
-    """Return a registered policy loss; UserError if the name is unknown."""
-    return find_entry(POLICY_LOSSES, name, _LOSS)
-
-
 def register_loss_aggregation(
     name: str, *, options: type | None = None
 ) -> Callable[[LossAggregation], LossAggregation]:
@@ -155,11 +144,6 @@ def register_loss_aggregation(
         UserError: the name is taken, or `options` is invalid.
     """
     return _register(LOSS_AGGREGATIONS, name, _AGGREGATION, options)
-
-
-def find_loss_aggregation(name: str) -> LossAggregation:
-    """Return a registered aggregation; UserError if the name is unknown."""
-    return find_entry(LOSS_AGGREGATIONS, name, _AGGREGATION)
 
 
 def _register(

@@ -7,16 +7,24 @@ results are float32.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.advantages import STD_EPSILON, centre, centre_scores
+from megatron_rl.algorithms.advantages import STD_EPSILON, centre, centre_scores, compute_grpo_advantages
 from megatron_rl.algorithms.plugin_types import AdvantageInputs, Advantages, mark_first
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.types import UserError
 
 _VARIANCE_EPSILON = 1e-8
 _WEIGHT_EPSILON = 1e-8
+
+
+def compute_dr_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
+    """Compute A_i = r_i - mean(r) of the group (Dr. GRPO, arXiv 2503.20783); the paper aggregates by `constant`."""
+    return inputs.expand(centre_scores(inputs))
 
 
 def compute_rloo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
@@ -70,6 +78,26 @@ def compute_gpg_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
     return inputs.expand(len(scores) / max(np.count_nonzero(scores), 1) * centre_scores(inputs))
 
 
+def compute_gdpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
+    """Compute GRPO's advantages of each reward component, then whiten their weighted sum (GDPO, arXiv 2601.05242).
+
+    Components and weights are `algorithm.options.gdpo.rewards` and `weights`; the reward itself has no effect.
+    """
+    rewards, weights = inputs.options.rewards, inputs.options.weights
+    total = torch.zeros_like(inputs.token_rewards)
+    for name, weight in zip(rewards, weights or [1.0] * len(rewards), strict=True):
+        scores = inputs.components.get(name, np.full(len(inputs.scores), np.nan))
+        if np.isnan(scores).any():
+            raise UserError(
+                f'{np.isnan(scores).sum()} of {len(scores)} rollouts have no reward component "{name}"',
+                source="algorithm.options.gdpo.rewards",
+                expected=f"components that every reward has, of {', '.join(inputs.components) or 'none'}",
+                hint="the reward function returns them in a dict, beside score; reward.components reports its sources",
+            )
+        total += weight * compute_grpo_advantages(replace(inputs, scores=scores), config)
+    return whiten_over_ranks(total, inputs.loss_mask, inputs.group)
+
+
 def compute_optimal_token_baseline_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """Compute advantages with a baseline per response position of a group (optimal token baseline, as in verl).
 
@@ -78,7 +106,8 @@ def compute_optimal_token_baseline_advantages(inputs: AdvantageInputs, config: A
         W_t = sum_{u <= t} (1 - 2 p_u + sum_v p_v^2)    squared gradients of log p on the logits, up to t
 
     p is the policy before the update; squared importance weights, if any, multiply the terms of W. At W = 0 the
-    baseline is the plain mean. Collective: a group may be spread over ranks.
+    baseline is the plain mean. The part of a group's longest response that no other reaches has A_t = 0, or with
+    `tir_optimal_token_baseline` A_t = G_t. Collective: a group may be spread over ranks.
     """
     where = inputs.loss_mask.nonzero(as_tuple=True)[0]
     ids, device = inputs.sequence_ids[where], where.device
@@ -96,7 +125,9 @@ def compute_optimal_token_baseline_advantages(inputs: AdvantageInputs, config: A
     count = torch.arange(len(ids), device=device)
     starts = torch.where(mark_first(ids), count, 0)
     places = count - (starts.cummax(0).values if len(ids) else starts)  # in the tokens of its sequence
-    baselines = _average_by_place(returns, weights, groups, places, inputs)
+    baselines, is_alone = _average_by_place(returns, weights, groups, places, inputs)
+    if config.adv_estimator == "tir_optimal_token_baseline":
+        baselines = torch.where(is_alone, -shifts[groups], baselines)
     return _place(torch.where(sizes[groups] > 1, returns - baselines, 0.0), where, inputs)
 
 
@@ -181,16 +212,16 @@ def _discounted_sums(x: torch.Tensor, ids: torch.Tensor, discount: float) -> tor
 
 def _average_by_place(
     values: torch.Tensor, weights: torch.Tensor, groups: torch.Tensor, places: torch.Tensor, inputs: AdvantageInputs
-) -> torch.Tensor:
-    """Return each token's weighted mean over its group and position, over all ranks; collective."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's weighted mean over its group and position, and whether it is alone there; collective."""
     longest = (places.max() if len(places) else places.new_zeros(())) + 1
     dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=inputs.group)
     width = int(longest)
     cells = groups * width + places
-    sums = values.new_zeros(2, len(inputs.group_sizes) * width)
-    sums.index_add_(1, cells, torch.stack([values * weights, weights]))
+    sums = values.new_zeros(3, len(inputs.group_sizes) * width)
+    sums.index_add_(1, cells, torch.stack([values * weights, weights, torch.ones_like(weights)]))
     dist.all_reduce(sums, group=inputs.group)
-    return (sums[0] / sums[1].clamp(min=torch.finfo(sums.dtype).tiny))[cells]
+    return (sums[0] / sums[1].clamp(min=torch.finfo(sums.dtype).tiny))[cells], sums[2][cells] == 1
 
 
 def _place(values: torch.Tensor, where: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:

@@ -37,6 +37,7 @@ class AdvantageInputs:
         old_logprobs: [t] of the policy before the update.
         sum_pi_squared: [t] sum of squared probabilities over the vocabulary, if needed.
         importance_weights: [t], or `None`.
+        components: name -> [num_rollouts] float64 of each reward component; NaN where a rollout does not report it.
         has_reward: [num_rollouts] bool; always `None` for estimators.
     """
 
@@ -53,6 +54,7 @@ class AdvantageInputs:
     sum_pi_squared: torch.Tensor | None = None
     importance_weights: torch.Tensor | None = None
     options: Any = None
+    components: Mapping[str, np.ndarray] = field(default_factory=dict)
     has_reward: np.ndarray | None = None
 
     def grouped_scores(self) -> list[np.ndarray]:

@@ -111,6 +111,15 @@ def compute_policy_gradient_loss(
     return -inputs.advantages * inputs.logprobs, torch.zeros_like(inputs.loss_mask)
 
 
+def compute_dro_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute REINFORCE with a quadratic penalty (direct reward optimization, arXiv 2405.19107).
+
+    loss_t = -A_t logprobs_t + beta / 2 (logprobs_t - old_logprobs_t)^2
+    """
+    loss, is_clipped = compute_policy_gradient_loss(inputs, config)
+    return loss + 0.5 * inputs.options.beta * (inputs.logprobs - inputs.old_logprobs).square(), is_clipped
+
+
 def compute_clip_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute PPO's clipped surrogate without gradient for the tokens in `inputs.chosen` (Clip-Cov)."""
     token_loss, is_clipped = clip_surrogate(inputs.logprobs - inputs.old_logprobs, inputs.advantages, config)

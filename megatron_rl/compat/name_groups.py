@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from megatron_rl.compat.kinds import AliasGroup, Combined, Parts, look_up, note, put, read_boolean
+from megatron_rl.compat.kinds import AliasGroup, Combined, Parts, look_up, note, put, read_boolean, same
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.config.sources import ASSUMED, Setting, describe
 from megatron_rl.types import UserError
@@ -22,18 +22,21 @@ from megatron_rl.types import UserError
 _ACTOR = "actor_rollout_ref.actor"
 MODEL_PATH = "actor_rollout_ref.model.path"
 LOSS_MODE, _DUAL_CLIP = f"{_ACTOR}.policy_loss.loss_mode", f"{_ACTOR}.clip_ratio_c"
-_AGGREGATION, _MICRO_BATCH = f"{_ACTOR}.loss_agg_mode", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
+_AGGREGATION, _SCALE = f"{_ACTOR}.loss_agg_mode", f"{_ACTOR}.loss_scale_factor"
 _COV_RATIOS = {mode: f"{_ACTOR}.policy_loss.{mode}_ratio" for mode in ("clip_cov", "kl_cov")}
-_SAME_LOSSES = ("gspo", "cispo", "clip_cov", "kl_cov", "geo_mean", "sapo", "dppo_tv", "dppo_kl")
+_SAME_LOSSES = ("gspo", "cispo", "clip_cov", "kl_cov", "geo_mean", "sapo", "dppo_tv", "dppo_kl", "dro")
 LOSS_MODES = {"vanilla": "ppo", "gpg": "policy_gradient"} | {name: name for name in _SAME_LOSSES}
 AGGREGATIONS = (
     ("token-mean", "token-mean"),
+    ("token-sum", "token-sum"),
     ("seq-mean-token-mean", "seq-mean-token-mean"),
     ("seq-mean-token-sum", "seq-mean-token-sum"),
     ("seq-mean-token-sum-norm", "constant"),
 )
+_ESTIMATOR, _TOKEN_BASELINE = "algorithm.adv_estimator", "tir_optimal_token_baseline"
 _SAME_ESTIMATORS = (
-    "gae grpo rloo reinforce_plus_plus reinforce_plus_plus_baseline remax grpo_passk opo gpg optimal_token_baseline"
+    "gae grpo rloo reinforce_plus_plus reinforce_plus_plus_baseline remax grpo_passk opo gpg gdpo "
+    "optimal_token_baseline tir_optimal_token_baseline"
 )
 ESTIMATORS = (
     ("grpo_vectorized", "grpo"),
@@ -49,6 +52,16 @@ _BY_SEQUENCE, _SEQUENCE_MEAN = ("gspo", "sapo", "geo_mean"), "seq-mean-token-mea
 def split_clip(given: Setting) -> Combined:
     """Translate a clip range given as one number to both clip bounds, unless a bound has a setting of its own."""
     return (replace(given, name=f"algorithm.clip_eps_{side}", weak=True) for side in ("low", "high"))
+
+
+def _combine_estimator(parts: Parts) -> Combined:
+    """Translate the estimator; verl's optimal token baseline leaves the end of a group's longest response alone."""
+    given = parts[_ESTIMATOR]
+    ours = next((ours for theirs, ours in ESTIMATORS if same(given.value, theirs)), given.value)
+    if LOSS_MODE in parts and ours == "optimal_token_baseline":
+        ours = _TOKEN_BASELINE
+        yield f"read as {_ESTIMATOR}={ours}, which has verl's advantages: {describe(given)}"
+    yield given if same(given.value, ours) else put(given, _ESTIMATOR, ours)
 
 
 def _combine_policy_loss(parts: Parts) -> Combined:
@@ -90,13 +103,10 @@ def _combine_aggregation(parts: Parts, mode: Setting | None) -> Combined:
         return
     if read is not None:
         yield read
-    if given is not None and given.value == "seq-mean-token-sum-norm":
-        count = parts[_MICRO_BATCH].value if _MICRO_BATCH in parts else None
-        factor = f"{_MICRO_BATCH} = {count}" if count else "the sequences of a micro batch"
+    if given is not None and given.value == "seq-mean-token-sum-norm" and _SCALE not in parts:
         yield (
-            f"read as algorithm.loss_agg_mode=constant: {describe(given)}; constant divides by the number of "
-            "sequences too (as Dr. GRPO and TRL do) and verl does not, which makes its loss and gradients larger by "
-            f"the factor {factor}"
+            f"read as algorithm.loss_agg_mode=constant: {describe(given)}; without {_SCALE} it divides by "
+            "data.max_response_length, and verl by the longest response of each micro batch"
         )
 
 
@@ -395,11 +405,19 @@ GROUPS: tuple[AliasGroup, ...] = (
         _combine_kl,
     ),
     AliasGroup(
+        (_ESTIMATOR,),
+        f"algorithm.adv_estimator: {', '.join(_SAME_ESTIMATORS.split())}; grpo_vectorized is grpo, rloo_vectorized is "
+        f"rloo, and in a recipe of verl's optimal_token_baseline is {_TOKEN_BASELINE}",
+        _combine_estimator,
+        reads=(LOSS_MODE,),
+        targets={_ESTIMATOR: _ESTIMATOR},
+    ),
+    AliasGroup(
         (LOSS_MODE, _DUAL_CLIP, _AGGREGATION, *_COV_RATIOS.values()),
         "algorithm.policy_loss, dual_clip (3.0 in a recipe of verl's that does not write it), "
         "loss_agg_mode (seq-mean-token-mean for gspo, sapo and geo_mean, whatever is written) and cov_ratio",
         _combine_policy_loss,
-        reads=(_MICRO_BATCH, "algorithm.policy_loss"),
+        reads=(_SCALE, "algorithm.policy_loss"),
         targets={_AGGREGATION: "algorithm.loss_agg_mode"},
     ),
     AliasGroup((_CLIP_RATIO,), CLIP_SIDES, lambda parts: split_clip(parts[_CLIP_RATIO])),

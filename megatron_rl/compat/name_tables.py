@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from megatron_rl.compat.kinds import Alias, Ignored, Only, Renamed, SameAs, each
-from megatron_rl.compat.name_groups import AGGREGATIONS, ESTIMATORS
+from megatron_rl.compat.name_groups import AGGREGATIONS
 from megatron_rl.config.schema import LayoutConfig
 
 OFF = ((-1, 0),)
@@ -129,6 +129,7 @@ _ACTOR: dict[str, Alias] = trainable_names("actor") | {
     "tau_neg": Renamed("algorithm.sapo_tau_neg"),
     "policy_loss.clip_cov_lb": Renamed("algorithm.clip_cov_low"),
     "policy_loss.clip_cov_ub": Renamed("algorithm.clip_cov_high"),
+    "policy_loss.dro_beta": Renamed("algorithm.options.dro.beta"),
     "policy_loss.ppo_kl_coef": Renamed("algorithm.kl_cov_coef"),
     "loss_scale_factor": Renamed("algorithm.loss_scale_factor"),
     "clip_ratio_low": Renamed("algorithm.clip_eps_low"),
@@ -244,7 +245,8 @@ _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
     **each("megatron.grad_offload megatron.optimizer_offload", Ignored("this role has no optimizer")),
     "forward_max_token_len_per_gpu": Renamed("reward_model.max_tokens_per_microbatch"),
     "reward_manager": Only(
-        ("naive", "dapo", "prime"), "rewards are made one by one; reward.workers computes them beside generation"
+        ("naive", "dapo", "prime", "gdpo"),
+        "rewards are made one by one; reward.workers computes them beside generation",
     ),
     "launch_reward_fn_async": Ignored("reward.workers decides"),
     "max_length": Ignored("the longest prompt and response decide"),
@@ -282,7 +284,8 @@ _DATA: dict[str, Alias] = {
 }
 
 _ALGORITHM: dict[str, Alias] = {
-    "adv_estimator": Renamed("algorithm.adv_estimator", ESTIMATORS),
+    "gdpo_reward_keys": Renamed("algorithm.options.gdpo.rewards"),
+    "gdpo_reward_weights": Renamed("algorithm.options.gdpo.weights"),
     "norm_adv_by_std_in_grpo": Renamed("algorithm.norm_adv_by_std"),
     "lam": Renamed("algorithm.gae_lambda"),
     "use_pf_ppo": Only((False,), "rollouts are not drawn again by their rewards"),

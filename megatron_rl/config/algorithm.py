@@ -31,6 +31,21 @@ class DistillationConfig:
     )
 
 
+@dataclass(frozen=True)
+class DroOptions:
+    """The policy loss dro."""
+
+    beta: float = option(1.0, "Weight of half the squared change of the log-prob.", gt=0)
+
+
+@dataclass(frozen=True)
+class GdpoOptions:
+    """The estimator gdpo."""
+
+    rewards: list[str] = option([], "Names of the reward components that are normalized, as in metrics reward/NAME.")
+    weights: list[float] | None = option(None, "Their weights; null: 1 each.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Advantages, loss, KL."""
@@ -41,16 +56,16 @@ class AlgorithmConfig:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # NAME -> dataclass, see config/fields.py
     adv_estimator: str = option(
         "grpo",
-        "gae, grpo, dr_grpo, grpo_passk, rloo, opo, gpg, optimal_token_baseline, reinforce_plus_plus, "
-        "reinforce_plus_plus_baseline, remax, distill (teachers alone), or a plugin's.",
+        "gae, grpo, dr_grpo, grpo_passk, rloo, opo, gpg, gdpo, optimal_token_baseline, tir_optimal_token_baseline, "
+        "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, distill (teachers alone), or a plugin's.",
     )
-    norm_adv_by_std: bool = option(True, "grpo, grpo_passk: divide by the group's standard deviation (else: Dr. GRPO).")
+    norm_adv_by_std: bool = option(True, "grpo, grpo_passk, gdpo: divide by the standard deviation (else: Dr. GRPO).")
     gamma: float = option(1.0, "Discount per token (gae, reinforce_plus_plus).", ge=0, le=1)
     gae_lambda: float = option(1.0, "Lambda of generalized advantage estimation.", ge=0, le=1)
     policy_loss: str = option(
         "ppo",
         "ppo (ratio per token), gspo (per branch), geo_mean (GMPO, likewise), cispo, sapo, dppo_tv, dppo_kl, "
-        "clip_cov, kl_cov, policy_gradient, or a plugin's.",
+        "clip_cov, kl_cov, dro, policy_gradient, or a plugin's.",
     )
     clip_eps_low: float = option(
         0.2,
@@ -78,7 +93,8 @@ class AlgorithmConfig:
     clip_cov_high: float = option(5.0, "clip_cov: tokens with a covariance below it may be chosen.", gt=0)
     kl_cov_coef: float = option(0.1, "kl_cov: weight of |logprobs - old_logprobs| on the chosen tokens.", ge=0)
     loss_agg_mode: str = option(
-        "token-mean", "Global denominator: token-mean, seq-mean-token-mean, seq-mean-token-sum, constant, a plugin's."
+        "token-mean",
+        "Denominator: token-mean, token-sum, seq-mean-token-mean, seq-mean-token-sum, constant, a plugin's.",
     )
     loss_scale_factor: float | None = option(
         None, "loss_agg_mode constant: length in the denominator; default: data.max_response_length.", "tokens", gt=0

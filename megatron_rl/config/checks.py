@@ -192,8 +192,8 @@ def _check_engine_size(config: CheckedConfig) -> None:
 
 def _check_features(config: CheckedConfig) -> None:
     """Apply the rules of `feature_checks.py` if the config uses a feature."""
-    is_distilled = config.config.algorithm.adv_estimator == "distill"
-    if _FEATURES(config.config) != _UNUSED or is_distilled or config.supports("is_server"):
+    is_special = config.config.algorithm.adv_estimator in ("distill", "gdpo")
+    if _FEATURES(config.config) != _UNUSED or is_special or config.supports("is_server"):
         from megatron_rl.config.feature_checks import check_features
 
         check_features(config)

@@ -487,6 +487,20 @@ def _check_bitwise(config: CheckedConfig) -> None:
 _KIND, _CHOICE = "algorithm.distillation.kind", "algorithm.distillation.choose_by"
 
 
+def _check_gdpo(config: CheckedConfig) -> None:
+    name = "algorithm.options.gdpo.rewards"
+    if config.get("algorithm.adv_estimator") == "gdpo":
+        rewards, weights = config.get(name), config.get("algorithm.options.gdpo.weights")
+        config.require(
+            bool(rewards) and len(rewards) == len(weights or rewards),
+            name,
+            f"with algorithm.options.gdpo.weights = {weights}",
+            expected="names of reward components, as many as weights",
+            hint=f"set {name}=[accuracy,format]: numbers that the reward function returns beside score",
+        )
+        config.allow("algorithm.kl_in", "loss", "with gdpo: KL in the reward has no effect", "another estimator")
+
+
 def _check_teachers(config: CheckedConfig) -> None:
     teachers = config.config.teachers
     config.require(
@@ -568,6 +582,7 @@ _RULES = (
     _check_schedule,
     _check_agents,
     _check_layers,
+    _check_gdpo,
     _check_teachers,
     _check_kind,
     _check_reset,

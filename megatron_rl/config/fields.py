@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_rl.config.algorithm import DroOptions, GdpoOptions
 from megatron_rl.config.schema import ACTOR_DECIDES, MISSING, AlgorithmConfig, LayoutConfig, RunConfig
 from megatron_rl.types import UserError
 
@@ -268,8 +269,8 @@ def _type_hint(info: FieldInfo, value: Any) -> str:
 
 
 PREFIX = "algorithm.options"
-# Name that a plugin registers -> the dataclass of its options.
-OPTIONS: dict[str, type] = {}
+# Name of an estimator, loss or aggregation -> the dataclass of its options.
+OPTIONS: dict[str, type] = {"dro": DroOptions, "gdpo": GdpoOptions}
 
 
 def list_options() -> dict[str, FieldInfo]:

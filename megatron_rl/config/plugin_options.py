@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of plugins, the settings `algorithm.options.<name>.<key>`: their declarations and their values in a run."""
+"""Options of one algorithm, the settings `algorithm.options.<name>.<key>`: their declarations and values in a run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_rl.config.fields import OPTIONS, PREFIX, SIMPLE_TYPES, coerce, read_fields
@@ -52,10 +52,11 @@ def check_options(name: str, options: type, place: str) -> None:
     options()  # an exception of its own checks on the defaults is the error of the import
 
 
-def build_options(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """Build the options of every registered plugin: plugin name -> instance of its options dataclass.
+def build_options(used: Collection[str], values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+    """Build the options that are used or given, name -> instance of its options dataclass.
 
     Args:
+        used: names of the configured estimator, loss and aggregation.
         values: checked values by full name; missing ones get their defaults.
         sources: full name -> place of each value, for errors.
 
@@ -66,7 +67,8 @@ def build_options(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict
     for name, options in OPTIONS.items():
         given = {key: values[key] for key in read_fields(options, f"{PREFIX}.{name}") if key in values}
         try:
-            built[name] = options(**{key.rpartition(".")[2]: value for key, value in given.items()})
+            if given or name in used:
+                built[name] = options(**{key.rpartition(".")[2]: value for key, value in given.items()})
         except UserError:
             raise
         except Exception as error:

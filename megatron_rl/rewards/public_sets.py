@@ -2,7 +2,8 @@
 r"""Scorers for public data sets, selected by the column `data_source`.
 
 They equal verl's `default_compute_score`, including its quirks: GSM8K compares the characters after "####", MATH uses
-Hendrycks' normalization, and DAPO and AIME take the last "Answer:" after Minerva's and give -1 if wrong.
+Hendrycks' normalization, and DAPO and AIME take the last "Answer:" after Minerva's, or without one the last box
+literally, and give -1 if wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from megatron_rl.extension.registry import GYM
 from megatron_rl.rewards.answers import read_to_closing_brace
 from megatron_rl.types import UserError
 
-_END = 300  # last characters of a response, searched for the answer
+_END, _BOX_END = 300, 100  # last characters of a response, searched for the answer, and for DAPO's box
+_NO_ANSWER = "[INVALID]"  # verl's
 _MATH_TEXTS = (  # replaced in this order
     ("\n", ""),
     ("\\!", ""),
@@ -82,9 +84,15 @@ def score_math_set(response: str, truth: str) -> float:
 
 
 def score_math_dapo(response: str, truth: str) -> dict[str, float]:
-    """Score 1.0 if the last "Answer:" equals the truth after Minerva's normalization, else -1.0."""
+    r"""Score 1.0 if the last "Answer:" equals the truth after Minerva's normalization, else -1.0.
+
+    Without "Answer:", the last \boxed{} of the last 100 characters must equal the truth literally.
+    """
     found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", response[-_END:])
-    is_right = _normalize_minerva(found[-1] if found else "[INVALID]") == _normalize_minerva(truth)
+    answer = _normalize_minerva(found[-1] if found else _NO_ANSWER)
+    _, mark, rest = response[-_BOX_END:].rpartition("\\boxed{")
+    box = read_to_closing_brace(rest) if mark and answer == _NO_ANSWER else None
+    is_right = answer == _normalize_minerva(truth) if box is None else box == truth
     return {"score": 1.0 if is_right else -1.0, "acc": float(is_right)}
 
 

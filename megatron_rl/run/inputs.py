@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.algorithms.catalog import (
     ADVANTAGE_ESTIMATORS,
+    LOSS_AGGREGATIONS,
     POLICY_LOSSES,
     AdvantageEstimator,
     PolicyLoss,
     RegisteredEstimator,
-    find_loss_aggregation,
-    find_policy_loss,
 )
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.batch_plan import BatchPlan
@@ -30,7 +29,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import PromptSet, SftSet, choose_teachers, load_prompts, load_sft_examples, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
-from megatron_rl.extension.registry import ENGINES, RegisteredEngine, enter_object, name_of
+from megatron_rl.extension.registry import ENGINES, RegisteredEngine, enter_object, find_entry, name_of
 from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan, check_truths
 from megatron_rl.rewards.scoring import RewardFunction
 from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models, resolve, resolve_sft
@@ -210,8 +209,8 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     """Read and check models, prompts, rewards and plugins after `parts.enter` (UserError if any is wrong)."""
     spec = resolve(config)
     _check_paths(config)
-    find_policy_loss(config.algorithm.policy_loss)
-    find_loss_aggregation(config.algorithm.loss_agg_mode)
+    find_entry(POLICY_LOSSES, config.algorithm.policy_loss, "algorithm.policy_loss")
+    find_entry(LOSS_AGGREGATIONS, config.algorithm.loss_agg_mode, "algorithm.loss_agg_mode")
     BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
     reward = config.reward
     if parts.reward_model is not None or (config.reward_model.path and not reward.components):
@@ -300,7 +299,7 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
 
     SftPlan.build(config, world_size)
     _check_paths(config)
-    find_loss_aggregation(config.algorithm.loss_agg_mode)
+    find_entry(LOSS_AGGREGATIONS, config.algorithm.loss_agg_mode, "algorithm.loss_agg_mode")
     spec = resolve_sft(config)
     roles, tokenizer = read_models(config, spec, world_size)
     noted = note_models(config, roles)

@@ -147,11 +147,13 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     make_teacher = classes.pop(TEACHERS)
     sections = {name: build_section(declaration, name, values) for name, declaration in classes.items()}
     sections[TEACHERS] = {name: build_section(make_teacher, f"{TEACHERS}.{name}", values) for name in teachers}
-    if OPTIONS:
+    algorithm = sections["algorithm"]
+    used = {algorithm.adv_estimator, algorithm.policy_loss, algorithm.loss_agg_mode} & OPTIONS.keys()
+    if used or any(name.startswith(f"{PREFIX}.") for name in values):
         from megatron_rl.config.plugin_options import build_options
 
         with mistakes.collect():
-            sections["algorithm"] = replace(sections["algorithm"], options=build_options(values, sources))
+            sections["algorithm"] = replace(algorithm, options=build_options(used, values, sources))
     config, idle = put_aside(RunConfig(**sections), sources)
     config, more = put_aside(config.share_settings(), sources)
     check_config(config, sources, mistakes)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.algorithms.catalog import find_advantage_estimator, plan_old_logprobs
+from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, plan_old_logprobs
 from megatron_rl.checkpoint.side_files import MTP_ROLE, find_model_files, find_mtp_weights
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_rl.extension.registry import find_engine, name_engines
+from megatron_rl.extension.registry import find_engine, find_entry, name_engines
 from megatron_rl.parallel.layout import ParallelLayout, check_context_parallel
 from megatron_rl.planning.role_layouts import DTYPE_BYTES, check_layout
 from megatron_rl.types import UserError
@@ -43,7 +43,8 @@ def resolve(config: RunConfig) -> RunSpec:
 
         load_plugins(config.algorithm.plugins)
     name = config.algorithm.adv_estimator
-    estimator, enable = find_advantage_estimator(name), config.critic.enable
+    estimator = find_entry(ADVANTAGE_ESTIMATORS, name, "algorithm.adv_estimator")
+    enable = config.critic.enable
     if estimator.needs_values and enable is False:
         raise UserError(
             f"critic.enable = False contradicts algorithm.adv_estimator = {name!r}, which needs the values of a critic",

@@ -88,6 +88,7 @@ def compute_advantages(
         old_logprobs=batch.old_logprobs,
         sum_pi_squared=batch.sum_pi_squared,
         importance_weights=batch.importance_weights,
+        components=dict(zip(headers.names, headers.rollouts.components.T, strict=True)),
         has_reward=headers.rollouts.has_reward,
     )
     found = estimation.compute_advantages(inputs, algorithm)

@@ -20,7 +20,7 @@ from megatron_rl.algorithms.advantages import (
     compute_token_rewards,
     register_advantage_estimator,
 )
-from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, find_advantage_estimator
+from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.types import UserError
 
@@ -59,9 +59,10 @@ def test_built_in_names_and_what_they_need() -> None:
     needs = ("values", "greedy_baseline", "group", "sum_pi_squared")
     found = {name: {need for need in needs if getattr(e, f"needs_{need}")} for name, e in ADVANTAGE_ESTIMATORS.items()}
     assert found == dict.fromkeys(
-        ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"), {"group"}
+        ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline"), {"group"}
     ) | {
         "optimal_token_baseline": {"group", "sum_pi_squared"},
+        "tir_optimal_token_baseline": {"group", "sum_pi_squared"},
         "reinforce_plus_plus": set(),
         "remax": {"greedy_baseline"},
         "gae": {"values"},
@@ -146,8 +147,8 @@ def test_gae_without_a_critic_is_refused() -> None:
 
 
 def test_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match='"grop" is not known(.|\n)*gae, gpg, grpo(.|\n)*did you mean "grpo"'):
-        find_advantage_estimator("grop")
+    with pytest.raises(UserError, match='"grop" is not known(.|\n)*gae, gdpo, gpg, grpo(.|\n)*did you mean "grpo"'):
+        compute_advantages(make_inputs(), AlgorithmConfig(adv_estimator="grop"))
 
 
 @pytest.mark.usefixtures("registry")

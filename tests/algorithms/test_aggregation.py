@@ -24,7 +24,7 @@ from megatron_rl.types import UserError
 
 MAX_RESPONSE_LENGTH = 16
 LENGTHS = [3, 16, 1, 7, 5]
-MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
+MODES = ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
 
 
 def make_losses(lengths: list[int]) -> list[list[float]]:
@@ -34,9 +34,9 @@ def make_losses(lengths: list[int]) -> list[list[float]]:
 
 def aggregate_by_loop(mode: str, losses: list[list[float]]) -> float:
     """Aggregate token losses by a mode's definition, in a loop."""
-    if mode == "token-mean":
+    if mode.startswith("token"):
         tokens = [loss for sequence in losses for loss in sequence]
-        return sum(tokens) / len(tokens)
+        return sum(tokens) / (len(tokens) if mode == "token-mean" else 1)
     total = 0.0
     for sequence in losses:
         if mode == "seq-mean-token-mean":
@@ -74,6 +74,7 @@ def test_sum_is_independent_of_the_split(mode: str, dp_size: int, max_tokens: in
     ("mode", "expected"),
     [
         ("token-mean", [1 / 8, 1 / 8, 0.0]),
+        ("token-sum", [1.0, 1.0, 0.0]),
         ("seq-mean-token-mean", [1 / 6, 1 / 18, 0.0]),
         ("seq-mean-token-sum", [1 / 3, 1 / 3, 0.0]),
         ("constant", [1 / 48, 1 / 48, 0.0]),

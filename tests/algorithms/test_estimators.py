@@ -25,11 +25,13 @@ from megatron_rl.algorithms.advantages import (
     compute_token_rewards,
 )
 from megatron_rl.algorithms.estimators import whiten_over_ranks
-from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig, GdpoOptions
+from megatron_rl.types import UserError
 
 GROUP_SIZES = [3, 1, 2, 4]
 RESPONSE_LENGTHS = [4, 1, 7, 3, 2, 5, 6, 1, 9, 2]
 SCORES = [1.0, 0.0, 0.25, 0.5, 0.1, 0.1, 2.0, -1.0, 0.5, 0.0]
+COMPONENTS = {"clear": [*reversed(SCORES)], "short": [float(n > 3) for n in RESPONSE_LENGTHS]}
 BASELINES = [0.5, 0.0, 1.0, -0.5]
 MASKED = 5  # index of the response that is masked as a whole
 PROMPT_LENGTH = 2
@@ -48,6 +50,9 @@ CONFIGS = {
     "opo": AlgorithmConfig(adv_estimator="opo"),
     "gpg": AlgorithmConfig(adv_estimator="gpg"),
     "optimal_token_baseline": AlgorithmConfig(adv_estimator="optimal_token_baseline"),
+    "tir_optimal_token_baseline": AlgorithmConfig(adv_estimator="tir_optimal_token_baseline"),
+    "gdpo": AlgorithmConfig(adv_estimator="gdpo", options={"gdpo": GdpoOptions(["clear", "short"], [1.0, -0.25])}),
+    "gdpo, equal weights": AlgorithmConfig(adv_estimator="gdpo", options={"gdpo": GdpoOptions(["short", "clear"])}),
     "rloo": AlgorithmConfig(adv_estimator="rloo"),
     "remax": AlgorithmConfig(adv_estimator="remax"),
     "reinforce_plus_plus": AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.9),
@@ -96,6 +101,7 @@ def build_inputs(rollouts: list[int], group: dist.ProcessGroup, scores: list[flo
         loss_mask=loss_mask,
         sequence_ids=sequence_ids,
         group=group,
+        components={name: np.array(values) for name, values in COMPONENTS.items()},
         **{
             name: torch.tensor([*column, 0.0])
             for name, column in zip(("old_logprobs", "sum_pi_squared", "importance_weights"), policy, strict=True)
@@ -133,11 +139,16 @@ def estimate(world_size: int) -> dict[str, tuple[dict[int, list[float]], dict[in
     return found
 
 
-def score_by_loop(config: AlgorithmConfig, rollout: int) -> float:
+def score_by_loop(config: AlgorithmConfig, rollout: int, scores: list[float] = SCORES) -> float:
     """The advantage of a rollout by the estimators over rewards, from the definitions."""
+    if config.adv_estimator == "gdpo":
+        options, grpo = config.options["gdpo"], CONFIGS["grpo"]
+        weights = options.weights or [1.0, 1.0]
+        parts = [score_by_loop(grpo, rollout, COMPONENTS[name]) for name in options.rewards]
+        return sum(weight * part for weight, part in zip(weights, parts, strict=True))
     index = next(g for g in range(len(GROUP_SIZES)) if rollout < sum(GROUP_SIZES[: g + 1]))
     first, size = sum(GROUP_SIZES[:index]), GROUP_SIZES[index]
-    group, mine = SCORES[first : first + size], SCORES[rollout]
+    group, mine = scores[first : first + size], scores[rollout]
     if config.adv_estimator == "remax":
         return mine - BASELINES[index]
     if size == 1:
@@ -159,8 +170,11 @@ def score_by_loop(config: AlgorithmConfig, rollout: int) -> float:
     return mine - mean
 
 
-def token_baselines_by_loop(rollout: int) -> list[float]:
-    """Advantages by the optimal token baseline: at each place the returns of the group, weighted by their energies."""
+def token_baselines_by_loop(rollout: int, is_tir: bool) -> list[float]:
+    """Advantages by the optimal token baseline: at each place the returns of the group, weighted by their energies.
+
+    With `is_tir` a place that one response alone reaches has no baseline.
+    """
     index = next(g for g in range(len(GROUP_SIZES)) if rollout < sum(GROUP_SIZES[: g + 1]))
     first, size = sum(GROUP_SIZES[:index]), GROUP_SIZES[index]
     advantages = []
@@ -174,6 +188,7 @@ def token_baselines_by_loop(rollout: int) -> list[float]:
                 ]
                 pairs[j] = sum(energies[: t + 1]), sum(rewards_by_loop(j)[t:])
         baseline = sum(w * g for w, g in pairs.values()) / sum(w for w, _ in pairs.values())
+        baseline *= not is_tir or len(pairs) > 1
         advantages.append(pairs[rollout][1] - baseline if size > 1 else 0.0)
     return advantages
 
@@ -189,8 +204,8 @@ def tokens_by_loop(config: AlgorithmConfig, rollout: int) -> tuple[list[float], 
     """Advantages of the tokens of a rollout before whitening, and returns."""
     values, rewards = draw_tokens(rollout)[1], rewards_by_loop(rollout)
     last = len(rewards) - 1
-    if config.adv_estimator == "optimal_token_baseline":
-        return token_baselines_by_loop(rollout), None
+    if config.adv_estimator.endswith("optimal_token_baseline"):
+        return token_baselines_by_loop(rollout, config.adv_estimator.startswith("tir")), None
     if config.adv_estimator == "reinforce_plus_plus":
         return [sum(config.gamma ** (u - t) * rewards[u] for u in range(t, last + 1)) for t in range(last + 1)], None
     if config.adv_estimator == "gae":
@@ -212,7 +227,7 @@ def whiten_by_loop(tokens: dict[int, list[float]]) -> dict[int, list[float]]:
 
 
 def is_whitened(config: AlgorithmConfig) -> bool:
-    return config.adv_estimator == "gae" or config.adv_estimator.startswith("reinforce")
+    return config.adv_estimator in ("gae", "gdpo") or config.adv_estimator.startswith("reinforce")
 
 
 def expect(config: AlgorithmConfig, rollouts: list[int]) -> dict[int, list[float]]:
@@ -351,11 +366,13 @@ def test_rewards_of_one_group_by_hand() -> None:
 def test_optimal_token_baseline_by_hand() -> None:
     """Two responses of two and one tokens, rewards 1 and 0; the last place has one return, hence advantage 0.
 
+    The estimator of verl's name gives it the return, also in a group of equal rewards.
+
     Energies 1 - 2 p + sum p^2: 3/4 (p 1/2, squares 3/4) and 1/4 (p 3/4, squares 3/4): baseline 3/4 of the first place.
     If a certain token leaves no energy at all, the baseline is the plain mean, and a group of equal rewards gets 0.
     """
 
-    def on_rank(rank: int, world_size: int) -> list[list[float]]:
+    def on_rank(rank: int, world_size: int, name: str) -> list[list[float]]:
         found = []
         for rewards, p, squares in (
             ([0.0, 1.0, 0.0], [0.5, 0.5, 0.75], 0.75),
@@ -374,12 +391,34 @@ def test_optimal_token_baseline_by_hand() -> None:
                 old_logprobs=torch.tensor(p).log(),
                 sum_pi_squared=torch.full((3,), squares),
             )
-            found.append(compute_advantages(inputs, CONFIGS["optimal_token_baseline"]).advantages.tolist())
+            found.append(compute_advantages(inputs, CONFIGS[name]).advantages.tolist())
         return found
 
-    [(weighted, certain, equal)] = run_ranks(on_rank, 1)
+    [(weighted, certain, equal)] = run_ranks(on_rank, 1, "optimal_token_baseline")
     assert weighted == pytest.approx([0.25, 0.0, -0.75], abs=1e-6)
     assert certain == [0.5, 0.0, -0.5] and equal == [0.0, 0.0, 0.0]
+    [(weighted, certain, equal)] = run_ranks(on_rank, 1, "tir_optimal_token_baseline")
+    assert weighted == pytest.approx([0.25, 1.0, -0.75], abs=1e-6)
+    assert certain == [0.5, 1.0, -0.5] and equal == pytest.approx([0.0, 0.1, 0.0])
+
+
+def test_gdpo_of_the_reward_alone_is_whitened_grpo() -> None:
+    """The reward itself has no effect. A component that a rollout does not report is refused."""
+
+    def on_rank(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = build_inputs(SHARES[1][0], dist.group.WORLD)
+        gdpo = AlgorithmConfig(adv_estimator="gdpo", options={"gdpo": GdpoOptions(["all"], [2.0])})
+        grpo = compute_advantages(inputs, CONFIGS["grpo"]).advantages
+        given = replace(inputs, components={"all": inputs.scores}, scores=0 * inputs.scores)
+        found = compute_advantages(given, gdpo).advantages
+        for wrong in ({"other": inputs.scores}, {"all": np.where(inputs.scores < 0, np.nan, 0.0)}):
+            with pytest.raises(UserError, match='(10|1) of 10 rollouts have no reward component "all"'):
+                compute_advantages(replace(inputs, components=wrong), gdpo)
+        return found, whiten_over_ranks(grpo, inputs.loss_mask, dist.group.WORLD)
+
+    [(found, expected)] = run_ranks(on_rank, 1)
+    torch.testing.assert_close(found, expected)
+    assert expected.any()
 
 
 @pytest.mark.parametrize("value", [1.0, 0.1, 1 / 3, -2.5])

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.algorithms.catalog import POLICY_LOSSES, find_policy_loss
+from megatron_rl.algorithms.catalog import POLICY_LOSSES
 from megatron_rl.algorithms.losses import (
     PolicyLossInputs,
     compute_policy_loss,
     compute_sft_loss,
     register_policy_loss,
 )
-from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig, DroOptions
 from megatron_rl.types import UserError
 
 LENGTHS = [9, 4, 12, 7, 5]  # of packed sequences, their first two tokens being the prompt
@@ -105,6 +105,8 @@ def token_loss_by_loop(tokens: Tokens, t: int, config: AlgorithmConfig) -> tuple
     logprob, old, advantage = tokens.logprobs[t], tokens.old_logprobs[t], tokens.advantages[t].item()
     if config.policy_loss == "policy_gradient":
         return -advantage * logprob, False
+    if config.policy_loss == "dro":
+        return -advantage * logprob + config.options["dro"].beta / 2 * (logprob - old) ** 2, False
     if config.policy_loss == "cispo":
         ratio = math.exp(logprob.item() - old.item())
         return -min(max(ratio, low), high) * advantage * logprob, not low <= ratio <= high
@@ -192,6 +194,7 @@ CONFIGS = {
     "sapo": AlgorithmConfig(policy_loss="sapo", sapo_tau_pos=0.8, sapo_tau_neg=2.0, entropy_coef=0.1),
     "dppo_tv": AlgorithmConfig(policy_loss="dppo_tv", clip_eps_low=0.01, clip_eps_high=0.03, dual_clip=2.0),
     "dppo_kl": AlgorithmConfig(policy_loss="dppo_kl", clip_eps_low=0.01, clip_eps_high=0.02),
+    "dro": AlgorithmConfig(policy_loss="dro", options={"dro": DroOptions(0.7)}, kl_coef=0.1, entropy_coef=0.1),
     "policy_gradient": AlgorithmConfig(policy_loss="policy_gradient", kl_coef=0.1, entropy_coef=0.1),
 }
 
@@ -212,7 +215,7 @@ def test_loss_gradients_and_metrics_equal_the_loop(name: str, has_reference: boo
     gradients = torch.autograd.grad(expected, [tokens.logprobs, tokens.entropy], allow_unused=True)
     loss, metrics = tokens.loss(config)
     found = torch.autograd.grad(loss, [tokens.logprobs, tokens.entropy], allow_unused=True)
-    if config.policy_loss not in ("policy_gradient", "sapo"):
+    if config.policy_loss not in ("policy_gradient", "sapo", "dro"):
         assert expected_metrics["clipped"] > 0, "the random tokens must reach the clip range"
     assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
     torch.testing.assert_close(found[0], gradients[0])
@@ -349,8 +352,8 @@ def test_shapes_that_depend_on_values_would_be_noticed() -> None:
 
 
 def test_unknown_loss_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match='"gpo" is not known(.|\n)*cispo, clip_cov, dppo_kl, dppo_tv, geo_mean, gspo, '):
-        find_policy_loss("gpo")
+    with pytest.raises(UserError, match='"gpo" is not known(.|\n)*cispo, clip_cov, dppo_kl, dppo_tv, dro, geo_mean, '):
+        random_tokens().loss(AlgorithmConfig(policy_loss="gpo"))
 
 
 @pytest.mark.usefixtures("registry")

@@ -10,7 +10,8 @@ import torch
 
 from megatron_rl.algorithms.catalog import POLICY_LOSSES
 from megatron_rl.algorithms.losses import PolicyLossInputs
-from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig, DroOptions
+from megatron_rl.config.fields import find_options
 
 OLD = -1.0
 
@@ -21,6 +22,7 @@ def evaluate(
     advantages: list[float],
     ids: list[int] | None = None,
     dtype: torch.dtype = torch.float64,
+    options: DroOptions | None = None,
     **settings: float,
 ) -> tuple[list[float], list[bool], list[float]]:
     """Token losses, whether clipped, and d(sum of token losses) / d logprobs of unmasked tokens."""
@@ -32,6 +34,7 @@ def evaluate(
         torch.tensor(advantages, dtype=dtype),
         torch.ones(len(ratios), dtype=torch.bool),
         torch.tensor(ids or [0] * len(ratios)),
+        options=options,
     )
     loss, is_clipped = POLICY_LOSSES[name](inputs, AlgorithmConfig(**settings))
     loss.sum().backward()
@@ -151,10 +154,17 @@ def test_a_ratio_that_overflows_leaves_other_losses_finite() -> None:
                     torch.ones(1).bool(),
                     torch.zeros(1).long(),
                     torch.ones(1).bool(),
+                    find_options(AlgorithmConfig(), name),
                 )
                 loss, _ = POLICY_LOSSES[name](inputs, AlgorithmConfig())
                 loss.sum().backward()
                 assert loss.isfinite().all() and logprobs.grad.isfinite().all(), (name, advantage, gap)
+
+
+def test_dro_by_hand() -> None:
+    """Ratios 1 and e^2, beta 1/2, A = 3: losses -A log p and -A log p + 2^2 / 4, gradients -A and -A + 2 / 2."""
+    loss, is_clipped, gradient = evaluate("dro", [1.0, math.exp(2)], [3.0, 3.0], options=DroOptions(0.5))
+    assert loss == pytest.approx([3.0, -2.0]) and gradient == pytest.approx([-3.0, -2.0]) and not any(is_clipped)
 
 
 def test_geo_mean_clips_each_token_before_the_mean() -> None:

@@ -12,7 +12,8 @@ from megatron_rl.compat.aliases import alias_names
 from megatron_rl.compat.kinds import Renamed, SameAs
 from megatron_rl.compat.name_groups import GROUPS
 from megatron_rl.compat.name_tables import ALIASES, PATTERNS
-from megatron_rl.config.fields import list_fields
+from megatron_rl.config.algorithm import DroOptions, GdpoOptions
+from megatron_rl.config.fields import list_fields, list_options
 from megatron_rl.config.sources import Setting
 from megatron_rl.run.inputs import plan_rl
 from megatron_rl.run.loading import LoadedConfig, _is_ours, load_config
@@ -176,7 +177,7 @@ def test_a_critic_that_is_switched_off_cannot_estimate() -> None:
 def test_every_target_is_a_setting() -> None:
     targets = {alias.target for alias in ALIASES.values() if isinstance(alias, Renamed | SameAs)}
     targets |= {target for group in GROUPS for target in group.targets.values()}
-    assert targets <= set(list_fields())
+    assert targets <= set(list_fields() | list_options())
 
 
 def test_no_name_has_two_meanings() -> None:
@@ -226,6 +227,8 @@ def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
         (f"{ACTOR}.kl_loss_type=mse", "algorithm.kl_type", "k2"),
         (f"{ACTOR}.kl_loss_type=kl", "algorithm.kl_type", "k1"),
         (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.loss_agg_mode", "constant"),
+        (f"{ACTOR}.loss_agg_mode=token-sum", "algorithm.loss_agg_mode", "token-sum"),
+        (f"{ACTOR}.policy_loss.loss_mode=dro", "algorithm.policy_loss", "dro"),
         (f"{ACTOR}.optim.lr_warmup_steps=-1", "actor.lr_warmup_steps", 0),
         (f"{ACTOR}.optim.lr_warmup_steps=5", "actor.lr_warmup_steps", 5),
         (f"{ACTOR}.grad_clip=0.5", "actor.clip_grad", 0.5),
@@ -409,14 +412,29 @@ def test_losses_that_verl_averages_by_sequence(tmp_path: Path) -> None:
     assert load("algorithm.policy_loss=gspo").config.algorithm.loss_agg_mode == "token-mean"
 
 
-def test_the_sum_by_a_constant_says_by_which_factor_it_differs() -> None:
+def test_the_sum_by_a_constant_names_the_constant() -> None:
     mode = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
     (note,) = load(mode).notes
-    assert "larger by the factor the sequences of a micro batch" in note
-    assert (
-        "factor actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 4"
-        in load(mode, f"{ACTOR}.ppo_micro_batch_size_per_gpu=4").notes[0]
-    )
+    assert "divides by data.max_response_length, and verl by the longest response of each micro batch" in note
+    assert load(mode, f"{ACTOR}.loss_scale_factor=1000").notes == []
+
+
+def test_the_optimal_token_baseline_is_verls_in_a_recipe_of_verls() -> None:
+    """Our own recipes keep theirs. The forms of other estimators are translated wherever they are written."""
+    name = "algorithm.adv_estimator=optimal_token_baseline"
+    assert load(name).config.algorithm.adv_estimator == "optimal_token_baseline" and load(name).notes == []
+    loaded = load_config(None, ["actor_rollout_ref.model.path=m", *MINIMAL[1:], name])
+    assert loaded.config.algorithm.adv_estimator == "tir_optimal_token_baseline"
+    assert any(note.startswith("read as algorithm.adv_estimator=tir_optimal_token_baseline") for note in loaded.notes)
+    assert load("algorithm.adv_estimator=rloo_vectorized").config.algorithm.adv_estimator == "rloo"
+
+
+def test_settings_of_dro_and_gdpo() -> None:
+    verl = ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,b]", "algorithm.gdpo_reward_weights=[1,0.5]"]
+    loaded = load(*verl, f"{ACTOR}.policy_loss.loss_mode=dro", f"{ACTOR}.policy_loss.dro_beta=0.5")
+    assert loaded.config.algorithm.options == {"dro": DroOptions(0.5), "gdpo": GdpoOptions(["a", "b"], [1.0, 0.5])}
+    assert load("algorithm.policy_loss=dro").config.algorithm.options == {"dro": DroOptions(1.0)}
+    assert load().config.algorithm.options == {}
 
 
 @pytest.mark.parametrize(

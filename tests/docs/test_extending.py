@@ -23,7 +23,7 @@ from registries import restored_registries
 from distributed import run_ranks
 from megatron_rl.algorithms.advantages import AdvantageInputs
 from megatron_rl.algorithms.aggregation import aggregate
-from megatron_rl.algorithms.catalog import find_advantage_estimator, find_policy_loss
+from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from megatron_rl.algorithms.losses import PolicyLossInputs
 from megatron_rl.config.fields import OPTIONS
 from megatron_rl.config.schema import AlgorithmConfig
@@ -75,7 +75,7 @@ def test_estimator_loss_and_aggregation(examples: Path) -> None:
     )
     for quantile, baseline in ((0.5, 0.0), (0.75, 0.5)):
         options = OPTIONS["quantile"](quantile)
-        found = find_advantage_estimator("quantile").estimate(replace(inputs, options=options), AlgorithmConfig())
+        found = ADVANTAGE_ESTIMATORS["quantile"].estimate(replace(inputs, options=options), AlgorithmConfig())
         rest = 1.0 - baseline
         assert found.advantages.tolist() == [0, -baseline, -baseline, rest, rest]
         assert found.metrics == {"baseline": baseline}
@@ -87,7 +87,7 @@ def test_estimator_loss_and_aggregation(examples: Path) -> None:
         logprobs, torch.tensor([-1.0, -2.0]), torch.tensor([2.0, 2.0]), torch.ones(2).bool(), torch.zeros(2).long()
     )
     tokens = replace(tokens, options=OPTIONS["soft_clip"]())
-    loss, is_clipped, metrics = find_policy_loss("soft_clip")(tokens, AlgorithmConfig())
+    loss, is_clipped, metrics = POLICY_LOSSES["soft_clip"](tokens, AlgorithmConfig())
     assert metrics["rising"].tolist() == [False, True]
     loss.sum().backward()
     assert loss[0] == -2.0 and -2.4 <= loss[1] < -2.39 and is_clipped.tolist() == [False, True]

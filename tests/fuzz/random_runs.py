@@ -55,10 +55,11 @@ NOT_ALONE = re.compile(
 ESTIMATORS = (
     *("grpo", "grpo", "grpo", "grpo", "gae", "gae", "gae", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "distill"),
     *("optimal_token_baseline", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
+    "tir_optimal_token_baseline",
 )
 LOSSES = (
     *("ppo", "ppo", "ppo", "gspo", "geo_mean", "cispo", "sapo"),
-    *("dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "policy_gradient"),
+    *("dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "dro", "policy_gradient"),
 )
 CORRECTIONS = (
     *("token-truncate", "token-mask", "sequence-truncate", "sequence-mask", "product-truncate", "product-mask"),
@@ -206,7 +207,7 @@ def _draw_algorithm(rng: random.Random, world: int, settings: dict[str, Any], ap
         "algorithm.adv_estimator": "gae" if apart == "critic" else rng.choice(ESTIMATORS),
         "algorithm.policy_loss": rng.choice(LOSSES),
     }
-    modes = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
+    modes = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
     found |= {"algorithm.loss_agg_mode": rng.choice(modes), "algorithm.kl_coef": rng.choice((0, 0, 0.01, 0.1))}
     if found["algorithm.kl_coef"]:
         found["algorithm.kl_in"] = _pick(rng, loss=3, reward=1)

@@ -138,6 +138,13 @@ VARIANTS = {
         "algorithm.importance_sampling=product-truncate",
         "algorithm.importance_normalize=true",
     ],
+    "gdpo, dro": [
+        "algorithm.adv_estimator=gdpo",
+        "algorithm.options.gdpo.rewards=[digits]",
+        "algorithm.policy_loss=dro",
+        "algorithm.options.dro.beta=0.5",
+        "algorithm.loss_agg_mode=token-sum",
+    ],
     "masked": ["algorithm.mask_truncated=true", "algorithm.entropy_coef=0.01"],
 }
 

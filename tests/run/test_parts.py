@@ -169,12 +169,12 @@ def test_objects_are_checked() -> None:
 
 def test_an_object_may_be_passed_again() -> None:
     """A second run in one process finds the registrations of the first; a registered object keeps its name."""
-    from megatron_rl.algorithms.catalog import find_advantage_estimator
+    from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS
 
     entry = RegisteredEstimator(estimate_best, needs_values=False, needs_greedy_baseline=True)
     for _ in range(2):
         assert Parts(adv_estimator=entry, policy_loss=plain_loss).enter(BASE).algorithm.policy_loss == "plain_loss"
-    known = find_advantage_estimator("rloo")
+    known = ADVANTAGE_ESTIMATORS["rloo"]
     assert Parts(adv_estimator=known).enter(BASE).algorithm.adv_estimator == "rloo"
 
 

@@ -21,7 +21,8 @@ from sample_rollouts import make_prompt, make_rollout, split
 
 from distributed import run_ranks
 from megatron_rl.algorithms.advantages import AdvantageInputs, register_advantage_estimator
-from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, find_policy_loss
+from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from megatron_rl.config.algorithm import GdpoOptions
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import TrainBatch
@@ -36,7 +37,7 @@ from megatron_rl.samples.estimate import (
 )
 from megatron_rl.samples.experience import Column, Experience, replicate
 from megatron_rl.samples.pack import Packer, Packing
-from megatron_rl.types import Branch, Rollout
+from megatron_rl.types import FAILED, Branch, Rollout
 
 PROMPTS = [make_prompt(5), make_prompt(3)]
 WHOLE = [(0, make_rollout(PROMPTS[0], i, 4, reward, digits=1.0)) for i, reward in enumerate([1.0, 1.0, 1.0, 0.0])]
@@ -257,7 +258,7 @@ def _ratios(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]], nam
     advantages = torch.where(batch.loss_mask, -1.0, 0.0)
     inputs = replace(loss_inputs(replace(batch, advantages=advantages)), logprobs=torch.where(batch.loss_mask, gaps, 0))
     config = AlgorithmConfig(policy_loss=name, clip_eps_low=5.0, clip_eps_high=5.0)
-    losses, _ = find_policy_loss(name)(inputs, config)
+    losses, _ = POLICY_LOSSES[name](inputs, config)
     return [losses[batch.loss_mask & (of_token == i)].tolist() for i in range(len(rollouts))]
 
 
@@ -272,8 +273,8 @@ def test_ratios_per_sequence_are_of_a_branch(name: str) -> None:
     np.testing.assert_allclose(whole[0], np.exp(means[1]), rtol=1e-6)
 
 
-GROUPED = ("grpo", "rloo", "dr_grpo", "opo", "gpg", "grpo_passk", "optimal_token_baseline")
-GROUPED += ("reinforce_plus_plus_baseline", "plugin")
+GROUPED = ("grpo", "rloo", "dr_grpo", "opo", "gpg", "grpo_passk", "gdpo", "optimal_token_baseline")
+GROUPED += ("tir_optimal_token_baseline", "reinforce_plus_plus_baseline", "plugin")
 
 
 def make_failed(group: int, sample: int, reason: str) -> tuple[int, Rollout]:
@@ -285,7 +286,15 @@ def make_failed(group: int, sample: int, reason: str) -> tuple[int, Rollout]:
 
 
 def _estimate_all(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]], baselines: list[float]) -> Any:
-    """Advantages of each rollout by every estimator, also of a plug-in; its tokens all have the same log-prob."""
+    """Advantages of each rollout by every estimator, also of a plug-in; its tokens all have the same log-prob.
+
+    The reward is also a component, of rollouts that have not failed.
+    """
+    rollouts = [
+        (group, rollout if rollout.finish_reason in FAILED else replace(rollout, reward_components=components))
+        for group, rollout in rollouts
+        for components in [rollout.reward_components | {"part": rollout.reward}]
+    ]
 
     @register_advantage_estimator("plugin", needs_group=True)
     def compare_with_best(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
@@ -299,7 +308,7 @@ def _estimate_all(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]
     rollout_of = torch.from_numpy(samples.headers["rollout"])[batch.sequence_ids]
     found = {}
     for name in ADVANTAGE_ESTIMATORS:
-        config = AlgorithmConfig(adv_estimator=name, gae_lambda=1.0)
+        config = AlgorithmConfig(adv_estimator=name, gae_lambda=1.0, options={"gdpo": GdpoOptions(["part"])})
         result = compute_advantages(samples, batch, config, dist.group.WORLD)
         assert not result.advantages[~batch.loss_mask].any() and result.advantages.isfinite().all()
         assert (result.returns is None) == (name != "gae")

@@ -49,7 +49,7 @@ def test_loss_scale_factor_stands_in_for_the_longest_response(factor: float | No
     assert batch.loss_weights[batch.loss_mask].tolist() == pytest.approx([1 / denominator] * 14)
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"])
+@pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "constant"])
 def test_branches_of_a_rollout_weigh_as_much_as_the_rollout(mode: str) -> None:
     """A rollout cut into branches with the same sampled tokens: every token keeps its weight."""
     algorithm = AlgorithmConfig(loss_agg_mode=mode)
