@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.admission import Candidate, check_job, list_candidates
 from megatron_rl.planning.cluster import GIB, Job
-from megatron_rl.planning.communication import Assumptions
 from megatron_rl.types import UserError
+from tools.planning.communication import Assumptions, predict_seconds
 
 _RANK = 32  # adapter rank if the recipe has no adapters
 
@@ -62,7 +63,7 @@ def _judge_method(
     sections = [role.name for role in job.spec.trained]
     config = replace(job.config, **{section: _apply(getattr(job.config, section), settings) for section in sections})
     other = replace(job, config=config, spec=resolve(config))
-    candidates = list_candidates(other, assumed)
+    candidates = list_candidates(other, partial(predict_seconds, assumed))
     fastest, refusal, overrides = next(iter(candidates), None), None, []
     if fastest is None:
         try:
