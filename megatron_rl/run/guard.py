@@ -68,7 +68,6 @@ class Guard:
     """Reports failures of one rank to the job, and decides whether the process raises or ends.
 
     Args:
-        log_file: of this rank.
         watchdog: `None` in a job of one rank.
         release: called by `close` after the watchdog has ended.
     """
