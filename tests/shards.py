@@ -14,11 +14,11 @@ import torch
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.classes import Shard
 from megatron_rl.transfer.planner import group_shards
-from megatron_rl.weights.families import FAMILIES, DeltaNetSizes, ModelShape
-from megatron_rl.weights.family import LatentSizes, SigmoidRouter
+from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices
+from megatron_rl.weights.special_parts import DeltaNetSizes, LatentSizes, SigmoidRouter
 
 UNTOUCHED = -7.0  # value of unplaced elements; no full tensor contains it
 

@@ -39,7 +39,7 @@ MAX_FUNCTION_LINES = 60
 # Exceptions older than these limits: the lists may only shrink.
 MAX_FAN_OUT = 23
 # A plain run (one rank on a CPU, a dense model, rules, prompts of text) loads fewer lines than this, and none of these.
-MAX_LOADED_LINES = 27_550
+MAX_LOADED_LINES = 24_950
 BEHIND_DOORS = (
     "agents.adapters",
     "agents.environment",
@@ -69,16 +69,22 @@ BEHIND_DOORS = (
     "engines.wrappers",
     "extension.reasoning_gym",
     "extension.user_code",
+    "models.attention_kernels",
     "models.delta_net",
     "models.experts",
-    "models.latent_attention",
+    "models.layer_variants",
     "models.lora_linears",
+    "models.other_stages",
     "models.routing",
     "observability.curves",
+    "observability.failures",
     "observability.status",
     "observability.wandb_run",
+    "parallel.batch_invariant",
     "parallel.chunked_divergence",
     "planning.cluster",
+    "parallel.pairs",
+    "parallel.ulysses",
     "planning.memory",
     "planning.parameters",
     "rewards.child",
@@ -88,6 +94,7 @@ BEHIND_DOORS = (
     "rewards.quantities",
     "rewards.service",
     "rollout.packed_episodes",
+    "run.watchdog",
     "samples.balancing",
     "samples.branches",
     "samples.corrections",
@@ -105,9 +112,16 @@ BEHIND_DOORS = (
     "transfer.coding",
     "transfer.computed",
     "transfer.probe",
-    "transfer.pull",
+    "transfer.transports",
+    "weights.adapters",
     "weights.nf4",
+    "weights.packed_experts",
+    "weights.rollout_layout",
+    "weights.rope",
     "weights.row_quantization",
+    "weights.row_shards",
+    "weights.special_parts",
+    "weights.support",
 )
 WIDE_MODULES: dict[str, int] = {}
 IMPORT_CIRCLES: list[list[str]] = []

@@ -85,7 +85,7 @@ PLACES = (
     ("responses kept out of the loss (cut, failed)", "samples/table.py", "build_headers"),
     ("denominators of the loss", "algorithms/aggregation.py", "aggregate"),
     ("batch arithmetic and its refusals", "config/batch_plan.py", "BatchPlan"),
-    ("context parallelism: the number of heads", "parallel/layout.py", "check_context_parallel"),
+    ("context parallelism: the number of heads", "weights/support.py", "check_context_parallel"),
     ("layouts that a model refuses, context parallelism included", "planning/role_layouts.py", "check_layout"),
     ("an optimizer step", "training/update.py", "OptimizerStep"),
     ("capture of a step as a CUDA graph", "training/cuda_graph.py", "GraphStep"),

@@ -28,9 +28,10 @@ from megatron_rl.parallel.collectives import Process
 from megatron_rl.planning.admission import find_shape, read_shape
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import resolve
-from megatron_rl.weights.adapters import AdapterShape, make_adapter_shape
+from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.support import check_engine
+from megatron_rl.weights.model_config import find_adapters
+from megatron_rl.weights.rollout_layout import check_engine
 from tools._absent_driver import choose_cuda_platform, stand_in_for_driver
 
 _GPUS = 8  # GPUs of a machine
@@ -97,7 +98,7 @@ def _find_adapters(config: RunConfig, shape: ModelShape) -> AdapterShape | None:
     role = resolve(config).roles["actor"]
     if config.hybrid.lora != "adapter":
         return None
-    return make_adapter_shape(shape, role.lora, role.section, is_quantized=role.is_quantized)
+    return find_adapters(shape, role.lora, role.section, is_quantized=role.is_quantized)
 
 
 def _list_ranks(world_size: int) -> dict[str, str]:

@@ -112,7 +112,7 @@ def probe_memory() -> dict[str, Any]:
 
 def probe_attention() -> dict[str, Any]:
     """Compare attention kernels, output and gradients, with a CPU."""
-    from megatron_rl.models.attention_backends import KERNELS, find_kernel_failure, list_kernels
+    from megatron_rl.models.attention_kernels import KERNELS, find_kernel_failure, list_kernels
 
     device, expected, found = _find_device(), json.loads(NUMBERS.read_text())["attention"], {}
     for dtype, tolerance in TOLERANCES.items():

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from megatron_rl.planning.admission import explain_problem, read_job
 from megatron_rl.planning.cluster import GIB, RESERVE, Cluster, Job
-from megatron_rl.planning.communication import Assumptions
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import resolve
 from megatron_rl.types import UserError
+from tools.planning.communication import Assumptions
 from tools.planning.lengths import read_lengths
 from tools.planning.methods import compare_methods, format_methods, methods_to_dict
 from tools.planning.report import format_plan, make_plan, save_plot, to_dict

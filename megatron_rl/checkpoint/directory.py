@@ -22,7 +22,6 @@ from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.parallel.collectives import gather_objects, share_object
 from megatron_rl.types import UserError
-from megatron_rl.weights.adapters import read_shape
 from megatron_rl.weights.families import ModelShape, is_layer_matrix
 from megatron_rl.weights.megatron_global import megatron_global_placements
 from megatron_rl.weights.shard_box import box_volume, full_box
@@ -208,6 +207,8 @@ def _find_role_gaps(directory: Path, role: Mapping[str, Any], has_optimizer: boo
 
 
 def _list_tensors(role: Mapping[str, Any], has_optimizer: bool) -> dict[str, tuple[int, ...]]:
+    from megatron_rl.weights.adapters import read_shape
+
     shape = read_shape(role["model"])
     tensors = {place.key: place.shape for places in megatron_global_placements(shape).values() for place in places}
     if has_optimizer:

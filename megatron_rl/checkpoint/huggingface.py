@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,14 @@ from megatron_rl.checkpoint.torch_dist import dtype_name
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.transfer.classes import Shard
 from megatron_rl.transfer.executor import Resharder, Transport
-from megatron_rl.transfer.planner import plan_rank
+from megatron_rl.transfer.planner import Planner
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
 from megatron_rl.weights.model_config import MTP_KEYS
-from megatron_rl.weights.packed_experts import FileTensor, join_turns, list_file_tensors
 from megatron_rl.weights.shard_box import ShardBox, box_slices, full_box
+
+if TYPE_CHECKING:
+    from megatron_rl.weights.packed_experts import FileTensor
 
 _KEYS = (*MTP_KEYS, "mtp_num_hidden_layers")
 
@@ -168,6 +170,8 @@ def save_huggingface(
     Raises:
         Exception: rank 0 could not write; raised on every rank. An existing directory stays.
     """
+    from megatron_rl.weights.packed_experts import list_file_tensors
+
     directory, shape, group = Path(directory), model.shape, model.group
     partial, shapes = directory.with_name(directory.name + ".partial"), shape.logical_tensors()
     written = list_file_tensors(shape)
@@ -247,6 +251,8 @@ def make_empty(directory: Path) -> None:
 def _write_tensors(
     tensors: Mapping[str, torch.Tensor], written: Mapping[str, FileTensor], kept: Mapping[str, Path], path: Path
 ) -> None:
+    from megatron_rl.weights.packed_experts import join_turns
+
     found = {}
     for name, tensor in written.items():
         experts = [join_turns([tensors[part].cpu() for part in turns]) for turns in tensor.experts]
@@ -271,7 +277,7 @@ def gather_on_first(
         names = {name for name in batch if model.find_dtype(name) == dtype}
         wanted = [Shard(s.ranks, tuple(p for p in s.placements if p.hf_name in names)) for s in model.shards]
         whole = tuple(ShardBox(n, full_box(size), n, full_box(size)) for n, size in batch.items() if n in names)
-        plan = plan_rank(group.rank(), wanted, [Shard((0,), whole)], ranks_per_node=group.size())
+        plan = Planner(wanted, [Shard((0,), whole)], ranks_per_node=group.size()).plan(group.rank())
         mine = {name: tensor for name, tensor in tensors.items() if name in names}
         Resharder(plan, model.params, mine, group, Transport(bucket_bytes), dtype=dtype).run()
     return tensors

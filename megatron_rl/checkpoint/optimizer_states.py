@@ -21,7 +21,6 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 
 from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX, Holders, Piece, SavedRole
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.weights.packed_experts import find_fused
 from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect, localize
 
 
@@ -96,6 +95,8 @@ def create_states(role: SavedRole, steps: int) -> None:
 
 def make_state_pieces(role: SavedRole, rank: int, saved_by: Holders | None) -> Iterator[Piece]:
     """Yield this rank's optimizer states as pieces: all, or with `saved_by`, the holders of each box, those to save."""
+    from megatron_rl.weights.packed_experts import find_fused
+
     shapes = role.model.shape.logical_tensors()
     by_param: dict[str, dict[str, list[ShardBox]]] = {}  # parameter -> its names in the tables, in order
     for placement in role.model.placements(rank):

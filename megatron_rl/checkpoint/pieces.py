@@ -18,7 +18,6 @@ from megatron_rl.checkpoint.torch_dist import METADATA_FILE, ChunkReader
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.planner import group_shards
 from megatron_rl.types import UserError
-from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume, intersect, localize
@@ -28,6 +27,7 @@ if TYPE_CHECKING:  # conversion tools must run without megatron-core
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     from megatron_rl.parallel.groups import ParallelGroups
+    from megatron_rl.weights.adapters import AdapterShape
 
 Holders = dict[tuple[str, Box], list[int]]
 

@@ -35,7 +35,6 @@ from megatron_rl.checkpoint.manifest import RunContent, finish_directory, make_m
 from megatron_rl.checkpoint.optimizer_states import count_steps, make_state_pieces
 from megatron_rl.checkpoint.pieces import Piece, SavedRole, choose_saved, find_holders, make_weight_pieces
 from megatron_rl.checkpoint.torch_dist import Chunk, ChunkWriter
-from megatron_rl.observability.failures import Scene, explain
 from megatron_rl.parallel.collectives import raise_together, share_object
 from megatron_rl.types import UserError
 from megatron_rl.weights.megatron_global import megatron_global_placements
@@ -86,6 +85,8 @@ class _Pending:
     def explain(self, error: Exception, rank: int) -> UserError:
         if isinstance(error, UserError | OSError | SafetensorError):
             return explain_write_error(error, self.partial)
+        from megatron_rl.observability.failures import Scene, explain
+
         _LOG.debug("checkpoint of step %d", self.content.step, exc_info=error)
         return explain(error, Scene(rank, self.content.step, "save", Path("logs", f"rank{rank}.log")))
 

@@ -13,7 +13,6 @@ from megatron_rl.extension.registry import find_engine
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import RouteShape
-from megatron_rl.weights.support import check_rollout_layout
 
 
 class BuiltEngine(NamedTuple):
@@ -63,7 +62,10 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
     """
     make: EngineMaker = find_engine(spec.config.engine).make
     tp_size = spec.config.tensor_model_parallel_size
-    check_rollout_layout(spec.shape, tp_size)
+    if tp_size > 1:
+        from megatron_rl.weights.support import check_rollout_layout
+
+        check_rollout_layout(spec.shape, tp_size)
     engine = make(spec)
     if isinstance(engine, RolloutEngine):
         requests: RolloutEngine = engine

@@ -16,7 +16,6 @@ import numpy as np
 
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.extension.registry import ENGINES, RegisteredEngine, add_entry
-from megatron_rl.weights.packed_experts import is_fused, join_matrices, name_matrix
 
 if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch
     import torch
@@ -272,9 +271,10 @@ def share_params(params: Mapping[str, torch.Tensor], shareable: Mapping[str, tor
     shared: set[str] = set()
     for name, param in params.items():
         names, mine = [name], shareable.get(name)
-        if is_fused(name, param):
-            names = [name_matrix(name, expert) for expert in range(len(param))]
-            mine = join_matrices([shareable.get(view) for view in names])
+        if ".experts." in name:
+            from megatron_rl.weights.packed_experts import find_shared_experts
+
+            names, mine = find_shared_experts(name, param, shareable)
         if mine is not None and (mine.shape, mine.dtype, mine.device) == (param.shape, param.dtype, param.device):
             param.data = mine
             shared.update(names)

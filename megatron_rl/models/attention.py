@@ -11,36 +11,17 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.typed_torch import apply_module
 
 from megatron_rl.models.attention_backends import attend
 from megatron_rl.models.packed_sequences import PackedSequences
-from megatron_rl.models.rms_norm import SplitRMSNorm
 from megatron_rl.models.rotary import rotate
 from megatron_rl.models.stages import make_parameter
-from megatron_rl.parallel.ulysses import exchange_to_heads, exchange_to_tokens
-
-
-def build_projection(
-    linear: Any, config: TransformerConfig, inputs: int, outputs: int, name: str, tp_group: dist.ProcessGroup
-) -> Any:
-    """Build a bias-free linear of class `linear`, split over TP.
-
-    Args:
-        name: megatron-core's buffer name; "proj" makes the linear row-parallel, others column-parallel.
-    """
-    options: dict[str, Any] = dict(init_method=config.init_method, gather_output=False, skip_bias_add=False)
-    if name == "proj":
-        options = dict(init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True)
-    options |= dict(config=config, bias=False, is_expert=False, tp_comm_buffer_name=name, tp_group=tp_group)
-    return build_module(linear, inputs, outputs, **options)
 
 
 class BlockedSelfAttention(SelfAttention):
@@ -71,21 +52,6 @@ class BlockedSelfAttention(SelfAttention):
         if norms[0] is not None:
             query, key = norms[0](query), norms[1](key)
         return query, key, value, *gates
-
-
-class NormedSelfAttention(BlockedSelfAttention):
-    """`BlockedSelfAttention` that normalizes q over [np * d] of all TP ranks, and k likewise (OLMo 2)."""
-
-    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
-        super().__init__(config, *arguments, **options)
-        q, k = self.query_projection_size, self.kv_projection_size
-        self.q_norm, self.k_norm = (SplitRMSNorm(config, n, config.layernorm_epsilon, self.tp_group) for n in (q, k))
-
-    def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-        """Project, split and normalize."""
-        query, key, value = super().get_query_key_value_tensors(*arguments, **options)
-        normed = (norm(x.flatten(-2)).view_as(x) for norm, x in ((self.q_norm, query), (self.k_norm, key)))
-        return (*normed, value)
 
 
 class PackedAttention(MegatronModule):
@@ -145,10 +111,11 @@ class PackedAttention(MegatronModule):
         if packed_seq_params.cache is not None:
             cp_group, (key, value) = None, packed_seq_params.cache.store(self.layer_number, key, value)
         sinks = self.softmax_offset
-        if cp_group is not None:
-            query, key, value = exchange_to_heads(query, key, value, cp_group)
-            sinks = sinks if sinks is None else sinks.chunk(cp_group.size())[cp_group.rank()]
-        output = attend(query, key, value, segments, self.scale, sinks)
-        if cp_group is not None:
-            output = exchange_to_tokens(output, cp_group)
+        if cp_group is None:
+            return attend(query, key, value, segments, self.scale, sinks)[..., :width].flatten(1)
+        from megatron_rl.parallel.ulysses import exchange_to_heads, exchange_to_tokens
+
+        query, key, value = exchange_to_heads(query, key, value, cp_group)
+        sinks = sinks if sinks is None else sinks.chunk(cp_group.size())[cp_group.rank()]
+        output = exchange_to_tokens(attend(query, key, value, segments, self.scale, sinks), cp_group)
         return output[..., :width].flatten(1)

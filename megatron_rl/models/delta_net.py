@@ -18,12 +18,12 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.module import MegatronModule
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rl.models.attention import build_projection
 from megatron_rl.models.delta_rule import SequenceRows, choose_delta_rule, convolve
+from megatron_rl.models.layer_variants import build_projection
 from megatron_rl.models.packed_sequences import PackedSequences
 from megatron_rl.models.stages import make_parameter
 from megatron_rl.parallel.ulysses import exchange_heads, exchange_to_tokens
-from megatron_rl.weights.families import DeltaNetSizes
+from megatron_rl.weights.special_parts import DeltaNetSizes
 
 
 class GatedNorm(torch.nn.Module):

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.models.attention_backends import Segments
+from megatron_rl.models.segments import Segments
 from megatron_rl.parallel.kernels import find_failure
 
 CHUNK = 64

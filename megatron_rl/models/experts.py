@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.models.gated_activation import GatedActivation
+from megatron_rl.models.layer_parts import GatedActivation
 from megatron_rl.models.lora_linears import (
     AdaptedLinear,
     AdaptedMatrix,
@@ -30,6 +30,8 @@ from megatron_rl.parallel.batch_invariant import multiply as multiply_padded
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.nf4 import QuantizedMatrix
 from megatron_rl.weights.packed_experts import ROW_BYTES, name_expert, split_experts
+
+_SIGMOID_GAIN = 1.702
 
 
 class RowCounts:
@@ -144,6 +146,40 @@ class GroupedLinear(AdaptedLinear):
         return parameter
 
 
+class ClampedActivation(torch.nn.Module):
+    """Activation of gpt-oss: gate and up are clamped; the result is gate * sigmoid(1.702 gate) * (up + 1)."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def forward(self, gate_and_up: torch.Tensor) -> torch.Tensor:
+        """Map [t, ..., 2 f], gate then up, to [t, ..., f]."""
+        return _ClampedActivation.apply(gate_and_up, self._limit)
+
+
+class _ClampedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: torch.Tensor, limit: float) -> torch.Tensor:
+        ctx.save_for_backward(gate_and_up)
+        ctx.limit = limit
+        gate, up = gate_and_up.chunk(2, -1)
+        gate = gate.clamp(max=limit)
+        return (gate * _SIGMOID_GAIN).sigmoid_().mul_(gate).mul_(up.clamp(-limit, limit) + 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gate_and_up,) = ctx.saved_tensors
+        (whole_gate, whole_up), limit = gate_and_up.chunk(2, -1), ctx.limit
+        gate, up = whole_gate.clamp(max=limit), whole_up.clamp(-limit, limit)
+        share = (gate * _SIGMOID_GAIN).sigmoid_()
+        slope = share * (1 + _SIGMOID_GAIN * gate * (1 - share))
+        of_gate = (gradient * (up + 1) * slope).mul_(whole_gate <= limit)
+        of_up = (gradient * gate * share).mul_(whole_up.abs() <= limit)
+        return torch.cat([of_gate, of_up], -1), None
+
+
 class GroupedExperts(torch.nn.ModuleDict):
     """The experts of a rank, [t, h] -> [t, h], with megatron-core's signature.
 
@@ -179,7 +215,8 @@ class GroupedExperts(torch.nn.ModuleDict):
                 adapter=adapters and find_adapter(adapters, parts),
                 is_quantized=adapters is not None and adapters.is_quantized,
             )
-        self["activation"] = GatedActivation(config)
+        limit = config.activation_func_clamp_value
+        self["activation"] = GatedActivation(config) if limit is None else ClampedActivation(limit)
         self._adds_bias = pg_collection.expt_tp.rank() == 0  # results are summed over TP: add it once
 
     def forward(self, x: torch.Tensor, tokens_per_expert: Any, shares: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -8,8 +8,8 @@ attention, activation and experts.
 
 from __future__ import annotations
 
-from functools import cache, partial
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -24,17 +24,17 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_rl.models.attention import BlockedSelfAttention, NormedSelfAttention, PackedAttention
-from megatron_rl.models.gated_activation import GatedActivation
-from megatron_rl.models.rms_norm import OutputNormLayer, RMSNorm, SandwichLayer
-from megatron_rl.models.stages import HiddenStatesModel, MtpModel, ScoreModel
+from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
+from megatron_rl.models.layer_parts import GatedActivation, RMSNorm
+from megatron_rl.models.stages import HiddenStatesModel
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.parallel.kernels import find_failure
 from megatron_rl.types import UserError
-from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
+
+if TYPE_CHECKING:
+    from megatron_rl.weights.adapters import AdapterShape
 
 
 def choose_transformer_impl(requested: str) -> str:
@@ -43,7 +43,11 @@ def choose_transformer_impl(requested: str) -> str:
     Raises:
         UserError: Transformer Engine is requested but unusable.
     """
-    failure = find_transformer_engine_failure(torch.cuda.is_available())
+    failure: str | None = ""
+    if torch.cuda.is_available():
+        from megatron_rl.models.attention_kernels import find_transformer_engine_failure
+
+        failure = find_transformer_engine_failure()
     if requested == "transformer_engine" and failure is not None:
         raise UserError(
             f"Transformer Engine is not usable here{failure and f': {failure}'}",
@@ -52,26 +56,6 @@ def choose_transformer_impl(requested: str) -> str:
             hint="use model.transformer_impl=auto",
         )
     return "transformer_engine" if failure is None and requested != "local" else "local"
-
-
-@cache
-def find_transformer_engine_failure(has_cuda: bool) -> str | None:
-    """Try Transformer Engine: return `None` if it works, "" without CUDA or if not installed, else the error."""
-
-    def call() -> None:
-        import transformer_engine.pytorch as engine  # pyright: ignore[reportMissingImports]  # optional dependency
-        from megatron.core.extensions import transformer_engine as te
-
-        assert te.TENorm and te.TEColumnParallelLinear and te.TERowParallelLinear
-        options: dict[str, Any] = dict(params_dtype=torch.bfloat16, device="cuda")
-        x = torch.ones(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        linear = engine.Linear(32, 32, bias=False, init_method=torch.nn.init.ones_, **options)
-        norm = engine.RMSNorm(32, **options)
-        linear(norm(x)).sum().backward()
-        assert x.grad is not None
-        x.grad.sum().item()
-
-    return find_failure("transformer_engine", call) if has_cuda else ""
 
 
 def build_layer_spec(
@@ -91,6 +75,8 @@ def build_layer_spec(
     attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
     kinds = {*shape.layer_kinds(layer_number).values()}
     if "mlp_output_norm" in kinds:
+        from megatron_rl.models.layer_variants import OutputNormLayer, SandwichLayer
+
         spec.module = SandwichLayer if "mlp_norm" in kinds else OutputNormLayer
     mlps = [mlp]
     if num_experts:
@@ -156,7 +142,11 @@ def build_gpt_stages(
         for sort, layer in {shape.sort_of(layer): layer for layer in range(shape.num_layers)}.items()
     }
     is_whole = not shape.mtp_layer  # has an embedding and an output layer
-    model_class = (ScoreModel if shape.has_score_head else HiddenStatesModel) if is_whole else MtpModel
+    model_class: type[HiddenStatesModel] = HiddenStatesModel
+    if shape.has_score_head or not is_whole:
+        from megatron_rl.models.other_stages import MtpModel, ScoreModel
+
+        model_class = ScoreModel if is_whole else MtpModel
     chunks = []
     for chunk in range(layout.vpp_size):
         layers = stage_layers(shape.num_layers, layout.pp_size, layout.vpp_size, groups.at.pp, chunk)
@@ -208,8 +198,11 @@ def choose_mixer(shape: ModelShape, layer: int) -> tuple[type, dict[str, Any]]:
 
         return GatedDeltaNet, {"sizes": shape.delta_net}
     if shape.latent is not None:
-        from megatron_rl.models.latent_attention import LatentSelfAttention
+        from megatron_rl.models.layer_variants import LatentSelfAttention
 
         return LatentSelfAttention, {"sizes": shape.latent}
-    has_wide_norms = "q.norm" in shape.layer_kinds(layer).values()
-    return NormedSelfAttention if has_wide_norms else BlockedSelfAttention, {}
+    if "q.norm" in shape.layer_kinds(layer).values():
+        from megatron_rl.models.layer_variants import NormedSelfAttention
+
+        return NormedSelfAttention, {}
+    return BlockedSelfAttention, {}

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_rl.models.attention_backends import Segments, build_segments, choose_attention_backend
+from megatron_rl.models.attention_backends import build_segments, choose_attention_backend
 from megatron_rl.models.rotary import RotaryTable, compute_rotary_table
-from megatron_rl.parallel.ulysses import shard_rows
+from megatron_rl.models.segments import Segments
+from megatron_rl.parallel.layout import shard_rows
 from megatron_rl.samples.batch import MicrobatchSlice
 from megatron_rl.weights.families import FAMILIES, ModelShape
 

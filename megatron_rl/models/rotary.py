@@ -6,14 +6,15 @@ megatron-core rotates by row, which contiguous context parallel shards and share
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.parallel.kernels import choose_triton_kernels
-from megatron_rl.weights.rope import LinearScaling, Llama3Scaling, LongropeScaling, RopeScaling, YarnScaling
+
+if TYPE_CHECKING:
+    from megatron_rl.weights.rope import RopeScaling
 
 
 class RotaryTable(NamedTuple):
@@ -45,46 +46,18 @@ def compute_rotary_table(
     Returns:
         Cosine and sine, [t, 1, d]; the first sine of a pair is negated.
     """
-    frequencies, growth = _compute_frequencies(head_dim, theta, scaling, position_ids.device)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=position_ids.device).float() / head_dim
+    periods = theta**exponents
+    frequencies, growth = 1.0 / periods, 1.0
+    if scaling is not None:
+        from megatron_rl.weights.rope import scale_frequencies
+
+        frequencies, growth = scale_frequencies(periods, theta, scaling)
     angles = torch.outer(position_ids.float(), frequencies)[:, None]  # [t, 1, d/2]
     cosine, sine = ((x if growth == 1.0 else x * growth).to(dtype) for x in (angles.cos(), angles.sin()))
     if neighbors:
         return RotaryTable(cosine.repeat_interleave(2, -1), torch.stack([-sine, sine], -1).flatten(-2), True)
     return RotaryTable(torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1), False)
-
-
-def _compute_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
-) -> tuple[torch.Tensor, float]:
-    """Return the scaled rotary frequencies [d/2] in float32, and the factor of all cosines and sines."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
-    periods = theta**exponents
-    match scaling:
-        case LinearScaling():
-            return 1.0 / periods / scaling.factor, 1.0
-        case Llama3Scaling():
-            turns = scaling.original_max_position_embeddings * (1.0 / periods) / (2 * math.pi)
-            kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-            kept = kept.clamp(0, 1)
-            return 1.0 / periods * (kept + (1 - kept) / scaling.factor), 1.0
-        case YarnScaling():
-            first, last = (
-                len(periods)
-                * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
-                / math.log(theta)
-                for turns in (scaling.beta_fast, scaling.beta_slow)
-            )
-            if scaling.truncates:
-                first, last = math.floor(first), math.ceil(last)
-            first, last = max(first, 0), min(last, 2 * len(periods) - 1)
-            numbers = torch.arange(len(periods), dtype=torch.float32, device=device)
-            divided = ((numbers - first) / ((last - first) or 0.001)).clamp(0, 1)
-            return 1.0 / (scaling.factor * periods) * divided + 1.0 / periods * (1 - divided), scaling.attention_factor
-        case LongropeScaling():
-            factors = torch.tensor(scaling.short_factor, dtype=torch.float32, device=device)
-            return 1.0 / (factors * periods), scaling.attention_factor
-        case None:
-            return 1.0 / periods, 1.0
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbors: bool) -> torch.Tensor:

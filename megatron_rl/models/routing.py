@@ -30,6 +30,38 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.parallel.collectives import current_device
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.weights.families import FAMILIES, ModelShape
+
+
+def list_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:
+    """Return the options of megatron-core's `TransformerConfig` for a mixture of experts."""
+    names = FAMILIES[shape.family].experts
+    assert names is not None, f"{shape.family} is dense"
+    settings: dict[str, Any] = dict(
+        num_moe_experts=shape.num_experts,
+        moe_router_topk=shape.experts_per_token,
+        moe_ffn_hidden_size=shape.ffn_hidden_size,
+        moe_shared_expert_intermediate_size=shape.shared_ffn_size or None,
+        moe_shared_expert_gate=names.shared_gate is not None,
+        # Softmax over the selected experts' logits = shares that are normalized after the selection.
+        moe_router_pre_softmax=not shape.normalizes_shares,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_grouped_gemm=False,
+        expert_model_parallel_size=layout.ep_size,
+        expert_tensor_parallel_size=layout.expert_tp_size,
+    )
+    if (router := shape.router) is not None:  # its bias is our own parameter, see `BiasedRouter`
+        has_groups = router.num_groups > 1
+        settings |= dict(
+            moe_router_score_function="sigmoid",
+            moe_router_dtype="fp32",
+            moe_router_topk_scaling_factor=router.scale,
+            moe_router_num_groups=router.num_groups if has_groups else None,
+            moe_router_group_topk=router.groups_per_token if has_groups else None,
+        )
+    return settings
 
 
 @dataclass(frozen=True)

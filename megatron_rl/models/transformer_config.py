@@ -58,7 +58,11 @@ def build_transformer_config(
     Args:
         recompute_granularity: "none", "selective" (core attention) or "full" (whole layers).
     """
-    is_interleaved, family = layout.vpp_size > 1, FAMILIES[shape.family]
+    is_interleaved, family, experts = layout.vpp_size > 1, FAMILIES[shape.family], dict[str, Any]()
+    if shape.num_experts:
+        from megatron_rl.models.routing import list_settings
+
+        experts = list_settings(shape, layout)
     config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -89,7 +93,7 @@ def build_transformer_config(
         # p2p messages differ in length; megatron-core then requires this dispatcher even for dense models.
         variable_seq_lengths=layout.pp_size > 1,
         moe_token_dispatcher_type="alltoall",
-        **_expert_settings(shape, layout),
+        **experts,
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
         **_UNFUSED,
@@ -111,33 +115,3 @@ def _attention_settings(shape: ModelShape) -> dict[str, Any]:
         attention_output_gate=FAMILIES[shape.family].has_delta_nets,
         qk_layernorm=shape.qk_norm and not FAMILIES[shape.family].norms_all_heads,
     )
-
-
-def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:
-    names = FAMILIES[shape.family].experts
-    if names is None or not shape.num_experts:
-        return {}
-    settings: dict[str, Any] = dict(
-        num_moe_experts=shape.num_experts,
-        moe_router_topk=shape.experts_per_token,
-        moe_ffn_hidden_size=shape.ffn_hidden_size,
-        moe_shared_expert_intermediate_size=shape.shared_ffn_size or None,
-        moe_shared_expert_gate=names.shared_gate is not None,
-        # Softmax over the selected experts' logits = shares that are normalized after the selection.
-        moe_router_pre_softmax=not shape.normalizes_shares,
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_grouped_gemm=False,
-        expert_model_parallel_size=layout.ep_size,
-        expert_tensor_parallel_size=layout.expert_tp_size,
-    )
-    if (router := shape.router) is not None:  # its bias is our own parameter, see `models/routing.py`
-        has_groups = router.num_groups > 1
-        settings |= dict(
-            moe_router_score_function="sigmoid",
-            moe_router_dtype="fp32",
-            moe_router_topk_scaling_factor=router.scale,
-            moe_router_num_groups=router.num_groups if has_groups else None,
-            moe_router_group_topk=router.groups_per_token if has_groups else None,
-        )
-    return settings

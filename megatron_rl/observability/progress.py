@@ -330,3 +330,15 @@ def close_rank_log(logger: logging.Logger) -> None:
             handler.close()
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
+
+
+def show_error(text: str, log_file: Path) -> None:
+    """Print a report and append it to this rank's log."""
+    append_to_log(log_file, f"error: {text}")
+    print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def append_to_log(log_file: Path, text: str) -> None:
+    """Append to a rank's log; a full disk is ignored, since it must not hide why the job ended."""
+    with contextlib.suppress(OSError), open(log_file, "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text.rstrip("\n") + "\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products in which a row has the same bits among any number of rows (rollout.bitwise, on CPU).
+"""Matrix products and log-probs whose rows have the same bits among any number of rows (rollout.bitwise, on CPU).
 
 Matrix libraries sum in another order for few rows; from 16 rows on bits are constant, as `find_variance` checks.
 """
@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
+
+from megatron_rl.parallel.vocab_parallel import compute_summary, find_vocab_shard, merge_totals
 
 MIN_ROWS = 16
 _TRIAL_ROWS = 256
@@ -46,3 +48,21 @@ def find_variance(shapes: Iterable[tuple[int, ...]]) -> str | None:
         if not torch.equal(torch.cat([multiply(x, part) for part in weight.split(widths)], -1), whole):
             return f"{_TRIAL_ROWS} rows times parts {widths} of [{sum(widths)}, {hidden}] have other bits"
     return None
+
+
+def compute_all_logprobs(z: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Compute log-probs [t, v] of the whole vocabulary in one process, with the bits of a TP group.
+
+    Args:
+        z: [t, v] temperature-scaled logits, without vocabulary padding.
+        num_columns: per TP rank, with padding.
+    """
+    rows, vocab_size = pad_rows(z), z.shape[1]
+    summaries = []
+    for rank in range(-(-vocab_size // num_columns)):
+        shard = find_vocab_shard(vocab_size, num_columns, rank)
+        part = rows[:, shard.start : shard.start + shard.width].clone(memory_format=torch.contiguous_format)
+        summaries.append(compute_summary(part, torch.zeros(len(rows), dtype=torch.int64, device=z.device), shard))
+    highs, totals, *_ = torch.stack(summaries, 1)
+    high, _, total = merge_totals(highs, totals)
+    return (rows - high[:, None] - total.log()[:, None])[: len(z)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divergences between two models' distributions, and log-probs of k tokens each, from hidden states.
+"""Divergences between two models' distributions, log-probs of k tokens each, and sums of squared probabilities.
 
-Chunks and partial gradients are as in `chunked_logprobs.py`.
+All are computed from hidden states; chunks and partial gradients are as in `chunked_logprobs.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,32 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_gradients
-from megatron_rl.parallel.vocab_parallel import VocabShard, gather_summaries, merge_totals
+from megatron_rl.parallel.vocab_parallel import PackedKeptSets, VocabShard, gather_summaries, merge_totals
 
 _LEAST = 1e-30  # minimum probability of "any other token", relative to the likeliest token
+
+
+@torch.no_grad()
+def compute_linear_sum_pi_squared(
+    hidden: torch.Tensor, weight: torch.Tensor, softmax: OutputSoftmax, kept: PackedKeptSets | None = None
+) -> torch.Tensor:
+    """Compute the sum of squared probabilities of each distribution, [t], bitwise equal on all TP ranks; collective."""
+    summaries = [
+        _summarize_squares(softmax.make_logits(hidden[part], weight, kept and kept[part]))
+        for part in softmax.cut(len(hidden))
+    ]
+    found = gather_summaries(torch.cat(summaries, dim=1), softmax.tp_group)
+    _, scale, total = merge_totals(found[:, 0], found[:, 1])
+    return (found[:, 2] * scale.square()).sum(0) / total.square()
+
+
+def _summarize_squares(z: torch.Tensor) -> torch.Tensor:
+    """Return [3, t] of a shard's logits: m = max_v z_v; sum_v exp(z_v - m); sum_v exp(z_v - m)^2."""
+    if z.shape[1] == 0:
+        return torch.stack([z.new_full((len(z),), torch.finfo(z.dtype).min), z.new_zeros(len(z)), z.new_zeros(len(z))])
+    high = z.amax(-1)
+    exp_z = (z - high[:, None]).exp()
+    return torch.stack([high, exp_z.sum(-1), exp_z.square().sum(-1)])
 
 
 @torch.no_grad()

@@ -25,8 +25,6 @@ from megatron_rl.parallel.vocab_parallel import (
     find_vocab_shard,
     gather_summaries,
     merge_summaries,
-    merge_totals,
-    summarize_squares,
 )
 
 
@@ -83,20 +81,6 @@ def compute_linear_logprobs_and_entropy(
         logprobs [t] and entropy [t], bitwise equal on all ranks; differentiable in `hidden` (partial) and `weight`.
     """
     return _LinearLogprobs.apply(hidden, weight, targets, softmax, kept)
-
-
-@torch.no_grad()
-def compute_linear_sum_pi_squared(
-    hidden: torch.Tensor, weight: torch.Tensor, softmax: OutputSoftmax, kept: PackedKeptSets | None = None
-) -> torch.Tensor:
-    """Compute the sum of squared probabilities of each distribution, [t], bitwise equal on all TP ranks; collective."""
-    summaries = [
-        summarize_squares(softmax.make_logits(hidden[part], weight, kept and kept[part]))
-        for part in softmax.cut(len(hidden))
-    ]
-    found = gather_summaries(torch.cat(summaries, dim=1), softmax.tp_group)
-    _, scale, total = merge_totals(found[:, 0], found[:, 1])
-    return (found[:, 2] * scale.square()).sum(0) / total.square()
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -24,11 +24,11 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_rl.parallel import pairs
 from megatron_rl.types import UserError, text_of
 
 T = TypeVar("T")
 _OTHER_FILES = 512  # open files of a process besides its connections to ranks
+PAIRS: dict[dist.ProcessGroup, Any] = {}  # `Pair` of each group for which `pairs.open_pair` opened one
 
 
 @dataclass(frozen=True)
@@ -244,10 +244,19 @@ def exchange_bytes(
     return list(received.split(list(sizes)))
 
 
+def find_pair(group: dist.ProcessGroup | None, num_bytes: int) -> Any:
+    """Return the group's shared-memory connection; `None`, on both ranks, if none is open or `num_bytes` too many."""
+    pair = None if group is None else PAIRS.get(group)
+    return pair if pair is not None and pair.fits(num_bytes) else None
+
+
 def gather_rows(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """All-gather `[1, k]` to `[group size, k]`; k is the same on all ranks."""
     rows = row.new_empty(group.size(), *row.shape[1:])
-    pairs.all_gather_into_tensor(rows, row.contiguous(), group=group)
+    if (pair := find_pair(group, row.nbytes)) is None:
+        dist.all_gather_into_tensor(rows, row.contiguous(), group=group)
+    else:
+        pair.all_gather_into_tensor(rows, row, group)
     return rows
 
 
@@ -266,7 +275,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int, group: dist.
     """Broadcast tensors in place from global rank `source`, one call per tensor."""
     if group.size() > 1:
         for tensor in tensors:
-            pair = pairs.find_pair(group, tensor.nbytes)
+            pair = find_pair(group, tensor.nbytes)
             if pair is None:
                 dist.broadcast(tensor, source, group=group)
             elif dist.get_rank() == source:

@@ -17,7 +17,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl.parallel.collectives import align_group_names, connect, current_device, make_group
 from megatron_rl.parallel.layout import Coordinates, ExpertCoordinates, ParallelLayout
-from megatron_rl.parallel.pairs import open_pair
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,11 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
         hcp=None,
     )
     own = {name: group for name, group in of.items() if group is not None}  # middle stages have no "embd"
-    for name in ("tp", "pp"):
-        open_pair(own[name], timeout)
+    if not torch.cuda.is_available() and 2 in (own["tp"].size(), own["pp"].size()):
+        from megatron_rl.parallel.pairs import open_pair
+
+        for name in ("tp", "pp"):
+            open_pair(own[name], timeout)
     return ParallelGroups(
         layout=layout,
         at=layout.coordinates(rank),

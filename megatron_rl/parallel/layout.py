@@ -99,6 +99,11 @@ class ParallelLayout:
         return replace(self, world_size=self.stage_size, pp_size=1, vpp_size=1, first_rank=first)
 
     @property
+    def is_split(self) -> bool:
+        """True if ranks hold parts of the model or of sequences."""
+        return self.tp_size * self.pp_size * self.vpp_size * self.cp_size * self.ep_size > 1
+
+    @property
     def stage_size(self) -> int:
         """Number of ranks of a pipeline stage."""
         return self.tp_size * self.cp_size * self.dp_size
@@ -212,26 +217,8 @@ class EngineRanks:
         return f"ranks {', '.join(map(str, ranks))}"
 
 
-def _divides(num_heads: int, num_kv_heads: int, cp_size: int) -> bool:
-    return num_heads % cp_size == 0 and (num_kv_heads % cp_size == 0 or cp_size % num_kv_heads == 0)
-
-
-def check_context_parallel(
-    num_heads: int, num_kv_heads: int, tp_size: int, cp_size: int, *, section: str = "actor"
-) -> None:
-    """Raise UserError if the context parallel size does not fit the model's heads.
-
-    Args:
-        num_heads, num_kv_heads: of the whole model, divisible by `tp_size`.
-        section: config section, for the error.
-    """
-    heads, kv_heads = num_heads // tp_size, num_kv_heads // tp_size
-    if not _divides(heads, kv_heads, cp_size):
-        allowed = [size for size in range(1, heads + 1) if _divides(heads, kv_heads, size)]
-        raise UserError(
-            f"context_parallel_size {cp_size} cannot divide the {heads} query heads and {kv_heads} KV heads of a "
-            f"tensor parallel rank ({num_heads} and {num_kv_heads} of the model over tp = {tp_size})",
-            source=f"{section}.context_parallel_size, {section}.tensor_model_parallel_size and the model's config.json",
-            expected=f"one of {allowed}: it divides the query heads, and divides the KV heads or is a multiple of them",
-            hint=f"set {section}.context_parallel_size to one of these, or change the tensor parallel size",
-        )
+def shard_rows(num_tokens: int, cp_size: int, cp_rank: int) -> slice:
+    """Return a rank's rows of a packed row of `num_tokens`, a multiple of `cp_size`."""
+    assert num_tokens % cp_size == 0, f"{num_tokens} tokens over {cp_size} ranks"
+    length = num_tokens // cp_size
+    return slice(cp_rank * length, (cp_rank + 1) * length)

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl.parallel import collectives
+
 _SLOT_BYTES, _SLOTS = 8 << 20, 2  # pages are allocated only when a slot is used
 _TENSOR, _COUNTS = 128, 128  # upper bit of a byte: a tensor was sent; lower bits: the count of tensors read
 _PATIENCE = timedelta(minutes=30)  # torch's default
@@ -70,6 +72,13 @@ class Pair:
         output.copy_(self.take(output))
         self._tell(0)
 
+    def all_gather_into_tensor(self, output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Gather the values of both ranks of the group, of equal shape, into `output` [2, ...]."""
+        self.send(values)
+        rows, rank = output.view(2, *values.shape), group.rank()
+        rows[rank].copy_(values)
+        rows[1 - rank].copy_(self.take(values))
+
     def _tell(self, kind: int) -> None:
         os.write(self._outbox, bytes((kind | self._read % _COUNTS,)))
 
@@ -88,19 +97,11 @@ def _shape(slot: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return slot[: like.nbytes].view(like.dtype).view(like.shape)
 
 
-_PAIRS: dict[dist.ProcessGroup, Pair] = {}
-
-
-def find_pair(group: dist.ProcessGroup | None, num_bytes: int) -> Pair | None:
-    """Return the group's shared-memory connection; `None`, on both ranks, if none is open or `num_bytes` too many."""
-    return _PAIRS.get(group) if group is not None and Pair.fits(num_bytes) else None
-
-
 def open_pair(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
     """Open a pair for a group of two ranks on one host without a GPU; collective."""
-    if group.size() == 2 and not torch.cuda.is_available() and group not in _PAIRS:
+    if group.size() == 2 and not torch.cuda.is_available() and group not in collectives.PAIRS:
         for pair in open_star(group, timeout):
-            _PAIRS[group] = pair
+            collectives.PAIRS[group] = pair
 
 
 def open_star(group: dist.ProcessGroup, timeout: timedelta | None) -> list[Pair]:
@@ -168,13 +169,10 @@ def all_gather_into_tensor(
     output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Gather as torch.distributed does, through shared memory if possible."""
-    pair = find_pair(group, values.nbytes)
+    pair = collectives.find_pair(group, values.nbytes)
     if pair is None or group is None:
         return dist.all_gather_into_tensor(output, values, group=group, async_op=async_op)
-    pair.send(values)
-    rows, rank = output.view(2, *values.shape), group.rank()
-    rows[rank].copy_(values)
-    rows[1 - rank].copy_(pair.take(values))
+    pair.all_gather_into_tensor(output, values, group)
     return _Done() if async_op else None
 
 
@@ -186,7 +184,7 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Any:
     """Reduce-scatter as torch.distributed does, through shared memory if possible."""
-    pair = find_pair(group, output.nbytes)
+    pair = collectives.find_pair(group, output.nbytes)
     if pair is None or group is None or op != dist.ReduceOp.SUM:
         return dist.reduce_scatter_tensor(output, values, op=op, group=group, async_op=async_op)
     rows, rank = values.view(2, *output.shape), group.rank()
@@ -199,7 +197,7 @@ def all_reduce(
     values: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """All-reduce as torch.distributed does, through shared memory if possible."""
-    pair = find_pair(group, values.nbytes)
+    pair = collectives.find_pair(group, values.nbytes)
     if pair is None or op != dist.ReduceOp.SUM:
         return dist.all_reduce(values, op=op, group=group, async_op=async_op)
     pair.send(values)

@@ -15,14 +15,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import all_to_all, reduce_from_tensor_model_parallel_region
-
-
-def shard_rows(num_tokens: int, cp_size: int, cp_rank: int) -> slice:
-    """Return a rank's rows of a packed row of `num_tokens`, a multiple of `cp_size`."""
-    assert num_tokens % cp_size == 0, f"{num_tokens} tokens over {cp_size} ranks"
-    length = num_tokens // cp_size
-    return slice(cp_rank * length, (cp_rank + 1) * length)
+from megatron.core.tensor_parallel import all_to_all
 
 
 def exchange_to_heads(
@@ -56,19 +49,3 @@ def exchange_to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.
     """Exchange head shards for token shards: [t, np/cp, d] -> [t/cp, np, d]; one all-to-all, differentiable."""
     pieces = output.unflatten(0, (group.size(), -1))  # [cp, t/cp, np/cp, d]
     return all_to_all(group, pieces).transpose(0, 1).flatten(1, 2)
-
-
-def combine_shards(values: torch.Tensor, index: torch.Tensor, length: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Combine the values of all ranks into the whole row, [t, ...]; differentiable, collective.
-
-    All ranks must compute the same loss from the result: each receives only its own values' gradient, so the group's
-    sum of parameter gradients is the loss's gradient.
-
-    Args:
-        values: [k, ...] of this rank.
-        index: [k] int64, their positions; disjoint between ranks.
-        length: t; positions that no rank fills are 0.
-    """
-    combined = values.new_zeros(length, *values.shape[1:]).index_copy(0, index, values)
-    # Works for any group: sums forward, identity backward.
-    return reduce_from_tensor_model_parallel_region(combined, group=group)

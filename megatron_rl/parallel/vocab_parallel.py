@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_rl.parallel.batch_invariant import pad_rows
 from megatron_rl.parallel.collectives import gather_rows
 from megatron_rl.types import KeptSets
 
@@ -67,15 +66,6 @@ def compute_summary(z: torch.Tensor, targets: torch.Tensor, shard: VocabShard) -
     return torch.stack([high, exp_z.sum(-1), exp_z.mul_(z).sum(-1), target_z])
 
 
-def summarize_squares(z: torch.Tensor) -> torch.Tensor:
-    """Return [3, t] of a shard's logits: m = max_v z_v; sum_v exp(z_v - m); sum_v exp(z_v - m)^2."""
-    if z.shape[1] == 0:
-        return torch.stack([z.new_full((len(z),), torch.finfo(z.dtype).min), z.new_zeros(len(z)), z.new_zeros(len(z))])
-    high = z.amax(-1)
-    exp_z = (z - high[:, None]).exp()
-    return torch.stack([high, exp_z.sum(-1), exp_z.square().sum(-1)])
-
-
 def gather_summaries(summary: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
     """All-gather a shard's summary [k, t] over TP to [tp, k, t]."""
     return summary[None] if tp_group.size() == 1 else gather_rows(summary[None], tp_group)
@@ -90,24 +80,6 @@ def merge_totals(highs: torch.Tensor, totals: torch.Tensor) -> tuple[torch.Tenso
     high = highs.amax(0)
     scale = (highs - high).exp()
     return high, scale, (totals * scale).sum(0)
-
-
-def compute_all_logprobs(z: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """Compute log-probs [t, v] of the whole vocabulary in one process, with the bits of a TP group.
-
-    Args:
-        z: [t, v] temperature-scaled logits, without vocabulary padding.
-        num_columns: per TP rank, with padding.
-    """
-    rows, vocab_size = pad_rows(z), z.shape[1]
-    summaries = []
-    for rank in range(-(-vocab_size // num_columns)):
-        shard = find_vocab_shard(vocab_size, num_columns, rank)
-        part = rows[:, shard.start : shard.start + shard.width].clone(memory_format=torch.contiguous_format)
-        summaries.append(compute_summary(part, torch.zeros(len(rows), dtype=torch.int64, device=z.device), shard))
-    highs, totals, *_ = torch.stack(summaries, 1)
-    high, _, total = merge_totals(highs, totals)
-    return (rows - high[:, None] - total.log()[:, None])[: len(z)]
 
 
 def merge_summaries(summaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

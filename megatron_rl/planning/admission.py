@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -14,14 +14,6 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.cluster import GIB, Cluster, Job, build_job
-from megatron_rl.planning.communication import (
-    ACROSS,
-    Assumptions,
-    build_workload,
-    link_of,
-    list_traffic,
-    predict_step,
-)
 from megatron_rl.planning.memory import MemoryPhase, RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.role_layouts import check_layout
 from megatron_rl.types import UserError
@@ -62,7 +54,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its predicted seconds per step and the phase with the most memory."""
+    """A layout with the phase with the most memory and its predicted seconds per step, 0 without a prediction."""
 
     choice: Choice
     job: Job
@@ -150,8 +142,11 @@ def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
     return None
 
 
-def judge(job: Job, assumed: Assumptions) -> Candidate | None:
-    """Predict the time and peak memory of a step; `None` for an invalid config or too little memory."""
+Predict = Callable[[Job, list[RankMemory]], float]  # seconds of a step; see `tools/planning/communication.py`
+
+
+def judge(job: Job, predict: Predict | None = None) -> Candidate | None:
+    """Predict the peak memory and time of a step; `None` for an invalid config or too little memory."""
     try:
         check_job(job)
         memory = compute_memory(job, ends_only=True)
@@ -160,25 +155,19 @@ def judge(job: Job, assumed: Assumptions) -> Candidate | None:
     if find_problem(job, memory):
         return None
     rank = max(memory, key=lambda rank: rank.peak.total)
-    # The slowest TP or PP link carries the engine weights outside of the actor's storage.
-    own = max(phase.parts.get("engine weights", 0) for rank in memory for phase in rank.phases)
-    is_far = link_of(job.layout, job.cluster, "tp", "pp") == ACROSS
-    switch = own / (job.cluster.across_nodes if is_far else job.cluster.within_node)
-    work = build_workload(job, assumed)
-    step = predict_step(job, work, list_traffic(job, work), memory, switch, assumed)
-    return Candidate(describe_choice(job), job, rank.peak, step.total)
+    return Candidate(describe_choice(job), job, rank.peak, predict(job, memory) if predict else 0.0)
 
 
-def list_candidates(job: Job, assumed: Assumptions) -> list[Candidate]:
-    """Return all layouts that fit, fastest first."""
-    found = (judge(_apply(job, choice), assumed) for choice in _list_choices(job))
+def list_candidates(job: Job, predict: Predict | None = None) -> list[Candidate]:
+    """Return all layouts that fit, fastest first; without a prediction, those with the most headroom first."""
+    found = (judge(_apply(job, choice), predict) for choice in _list_choices(job))
     return sorted((c for c in found if c is not None), key=lambda c: (c.seconds, -c.headroom))
 
 
 def find_nearest(job: Job, candidates: list[Candidate]) -> Candidate | None:
     """Return the candidate with the fewest changes; a doubling of a size or a switch counts one."""
     here = describe_choice(job)
-    return min(candidates, key=lambda c: (_distance(here, c.choice), c.seconds), default=None)
+    return min(candidates, key=lambda c: _distance(here, c.choice), default=None)
 
 
 def _distance(a: Choice, b: Choice) -> float:
@@ -301,10 +290,8 @@ def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> Us
             "actor.max_tokens_per_microbatch and rollout.gpu_memory_utilization"
         )
     else:
-        hint = (
-            f"the nearest layout that fits: {' '.join(nearest.choice.overrides(job))} "
-            f"(predicted {nearest.seconds:.1f} s per step)"
-        )
+        hint = f"the nearest layout that fits: {' '.join(nearest.choice.overrides(job))}"
+        hint += f" (predicted {nearest.seconds:.1f} s per step)" if nearest.seconds else ""
     return UserError(
         problem.found,
         source="the recipe and the cluster",
@@ -324,7 +311,7 @@ def check_fits(config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path 
     memory = compute_memory(job)
     problem = find_problem(job, memory)
     if problem is not None:
-        raise explain_problem(job, problem, find_nearest(job, list_candidates(job, Assumptions())))
+        raise explain_problem(job, problem, find_nearest(job, list_candidates(job)))
     fullest, host = max(memory, key=lambda rank: rank.peak.total), max(rank.host_bytes for rank in memory)
     offloaded = f"; {host * cluster.gpus_per_node / GIB:.1f} GiB of a node's host memory" if host else ""
     return (

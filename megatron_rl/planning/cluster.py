@@ -12,8 +12,9 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.role_layouts import build_layout
 from megatron_rl.types import UserError
-from megatron_rl.weights.adapters import AdapterShape, make_adapter_shape
+from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.model_config import find_adapters
 
 GIB = 1 << 30
 RESERVE = 0.05  # share of the memory
@@ -128,7 +129,7 @@ class Job:
 
     def adapters_of(self, role: RoleSpec) -> AdapterShape | None:
         """Return a role's adapters, or `None` if it trains all weights or is frozen."""
-        return make_adapter_shape(self.shape_of(role), role.lora, role.section, is_quantized=role.is_quantized)
+        return find_adapters(self.shape_of(role), role.lora, role.section, is_quantized=role.is_quantized)
 
     def shape_of(self, role: RoleSpec) -> ModelShape:
         """Return the shape of a role's model; the reference has the policy's."""

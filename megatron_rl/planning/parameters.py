@@ -26,13 +26,13 @@ from megatron_rl.weights.families import SCORE_HEAD, ModelShape, is_layer_matrix
 from megatron_rl.weights.megatron_layout import (
     PADDED_PARAMETERS,
     ROUTER_BIAS,
-    find_shard_places,
     megatron_placements,
     padded_vocab_size,
     stage_layers,
 )
 from megatron_rl.weights.nf4 import count_bytes, is_quantized
 from megatron_rl.weights.packed_experts import find_fused
+from megatron_rl.weights.row_shards import find_shard_places
 from megatron_rl.weights.shard_box import ShardBox
 
 _GRADIENT_BYTES = _MOMENT_BYTES = _MAIN_BYTES = 4

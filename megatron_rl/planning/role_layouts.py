@@ -7,10 +7,8 @@ from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
-from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.families import FAMILIES, ModelShape
-from megatron_rl.weights.megatron_layout import check_shared_experts
-from megatron_rl.weights.support import check_training_layout
+from megatron_rl.weights.model_config import find_adapters
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -36,7 +34,10 @@ def build_layout(config: LayoutConfig, world_size: int, first_rank: int = 0) -> 
 def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLayout:
     """Return a role's layout on its ranks; raise UserError if its model does not support it."""
     layout = build_layout(role.settings, len(ranks), ranks.start)
-    check_training_layout(shape, layout, sequence_parallel=role.settings.sequence_parallel, section=role.section)
+    if layout.is_split:
+        from megatron_rl.weights.support import check_training_layout
+
+        check_training_layout(shape, layout, sequence_parallel=role.settings.sequence_parallel, section=role.section)
     allowed: dict[str, list[object]] = {}
     if shape.delta_net is not None:
         heads = shape.delta_net.key_heads // layout.tp_size
@@ -52,12 +53,14 @@ def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLay
                 expected=f"one of {values}",
                 hint=f"set {setting}={values[0]}",
             )
-    make_adapter_shape(shape, role.lora, role.section)
+    find_adapters(shape, role.lora, role.section)
     if role.is_quantized:
         from megatron_rl.weights.nf4 import check_quantization
 
         check_quantization(shape, layout.tp_size, role.section)
     if shape.num_experts and role.settings.zero_stage == FULLY_SHARDED:
+        from megatron_rl.weights.row_shards import check_shared_experts
+
         check_shared_experts(layout, shape, role.section)
     return layout
 

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from megatron_rl.engines.protocol import Request, RolloutEngine, Sampled
 from megatron_rl.parallel.collectives import align_group_names, make_group
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.parallel.pairs import Pair, open_star
+
+if TYPE_CHECKING:
+    from megatron_rl.parallel.pairs import Pair
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Channel:
         return message or pickle.loads(payload.numpy().tobytes())
 
     def _bring(self, values: torch.Tensor, group: dist.ProcessGroup) -> None:
-        if not self._star or not Pair.fits(values.nbytes):
+        if not self._star or not self._star[0].fits(values.nbytes):
             dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
             return
         for pair in self._star:
@@ -80,6 +83,8 @@ def open_channel(engines: EngineRanks, rank: int, timeout: timedelta | None = No
     if engines.width == 1:
         return Channel()
     align_group_names()
+    from megatron_rl.parallel.pairs import open_star
+
     index, _ = engines.find(rank)
     group = None if index < 0 else make_group(engines.of[index], timeout)
     return Channel(group, open_star(group, timeout) if group is not None else ())

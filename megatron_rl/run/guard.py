@@ -14,13 +14,19 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from megatron_rl.config.schema import RunConfig, TrainerConfig
-from megatron_rl.observability.failures import FindSilent, Position, Scene, explain, is_lost_peer
-from megatron_rl.run.watchdog import Watchdog, Watched, append, describe_collectives, show
+from megatron_rl.observability.progress import append_to_log, show_error
+from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.types import EXIT_FAILED, EXIT_USER_ERROR, Preempted, UserError, mark_reported, reported_code
+
+if TYPE_CHECKING:
+    from megatron_rl.observability.failures import Position
+    from megatron_rl.run.watchdog import Watchdog
 
 _PORT = 5678  # that IDEs propose
 _LOCALHOST = "127.0.0.1"
@@ -66,8 +72,11 @@ class Guard:
         release: called by `close` after the watchdog has ended.
     """
 
-    def __init__(self, watched: Watched, watchdog: Watchdog | None, release: Callable[[], None]) -> None:
-        self._watched, self._watchdog, self._release = watched, watchdog, release
+    def __init__(
+        self, rank: int, timers: PhaseTimers, log_file: Path, watchdog: Watchdog | None, release: Callable[[], None]
+    ) -> None:
+        self._rank, self._timers, self._log_file = rank, timers, log_file
+        self._watchdog, self._release = watchdog, release
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -93,7 +102,7 @@ class Guard:
 
     def stop_in_debugger(self, trainer: TrainerConfig, step: int) -> None:
         """Stop at a breakpoint if `trainer` selects this rank and step and an IDE is attached."""
-        if step == trainer.breakpoint_step and self._watched.rank == trainer.debug_rank:
+        if step == trainer.breakpoint_step and self._rank == trainer.debug_rank:
             importlib.import_module("debugpy").breakpoint()
 
     def positions(self) -> Sequence[Position | None]:
@@ -101,27 +110,39 @@ class Guard:
         return self._watchdog.positions() if self._watchdog else ()
 
     def _report(self, error: Exception) -> None:
-        watched, watchdog = self._watched, self._watchdog
-        recent = describe_collectives() if watchdog is not None else []
-        append(watched.log_file, "".join([*traceback.format_exception(error), *(f"collective: {x}\n" for x in recent)]))
-        scene = Scene.of(error, watched.rank, watched.timers.step, watched.log_file)
+        from megatron_rl.observability.failures import FindSilent, Scene, explain, is_lost_peer
+
+        watchdog, recent, log_file = self._watchdog, list[str](), self._log_file
+        scene = Scene.of(error, self._rank, self._timers.step, log_file)
+
+        def describe(find_silent: FindSilent = tuple) -> str:
+            found = explain(error, scene, find_silent)
+            return f"{found}\n  where:    {scene}" if found is error else str(found)
+
+        if watchdog is not None:
+            from megatron_rl.run.watchdog import describe_collectives
+
+            recent = describe_collectives()
+        lines = [*traceback.format_exception(error), *(f"collective: {x}\n" for x in recent)]
+        append_to_log(log_file, "".join(lines))
         code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
         try:
             if watchdog is None:
-                show(_describe(error, scene), watched.log_file)
+                show_error(describe(), log_file)
             else:
                 board, is_lost = watchdog.board, is_lost_peer(error)
                 watchdog.hand_over()
                 # A rank posts its report before it leaves: a broken connection without a report means a lost process.
                 if not (is_lost and board.is_posted) and board.claim():
-                    board.post(_describe(error, scene, lambda: watchdog.find_silent(_LOST_SECONDS)), code)
-                are_together = board.have_all_come(watched.world_size, 0.0 if is_lost else _TOGETHER_SECONDS)
+                    board.post(describe(lambda: watchdog.find_silent(_LOST_SECONDS)), code)
+                seconds = 0.0 if is_lost else _TOGETHER_SECONDS
+                are_together = board.have_all_come(watchdog.watched.world_size, seconds)
                 report = board.conclude()
                 if not are_together:
                     watchdog.leave(report.code if report else code)
         except dist.DistError as caught:  # the store's host, a rank or torchrun's agent, is gone
-            append(watched.log_file, f"the job's store does not answer: {caught}")
-            show(_describe(error, scene), watched.log_file)
+            append_to_log(log_file, f"the job's store does not answer: {caught}")
+            show_error(describe(), log_file)
         mark_reported(error, code)
 
     def close(self) -> None:
@@ -129,8 +150,3 @@ class Guard:
         if self._watchdog is not None:
             self._watchdog.close()
         self._release()
-
-
-def _describe(error: Exception, scene: Scene, find_silent: FindSilent = tuple) -> str:
-    found = explain(error, scene, find_silent)
-    return f"{found}\n  where:    {scene}" if found is error else str(found)

@@ -20,15 +20,12 @@ from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.extension.registry import find_engine, find_entry, name_engines
-from megatron_rl.parallel.layout import ParallelLayout, check_context_parallel
+from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.role_layouts import DTYPE_BYTES, check_layout
 from megatron_rl.types import UserError
-from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size
-from megatron_rl.weights.model_config import check_mtp, is_image_text, load_model_shape
-from megatron_rl.weights.packed_experts import ROW_BYTES
-from megatron_rl.weights.support import check_engine, check_rollout_layout, check_router_replay
+from megatron_rl.weights.model_config import check_mtp, find_adapters, is_image_text, load_model_shape
 
 
 def resolve(config: RunConfig) -> RunSpec:
@@ -242,15 +239,24 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
     """
     roles, tokenizer = read_models(config, spec, world_size)
     policy = roles["actor"].shape
-    adapters = make_adapter_shape(policy, config.actor.lora, "actor") if config.hybrid.lora == "adapter" else None
-    check_engine(policy, config.rollout.engine, config.rollout.quantization, adapters)
+    adapters = find_adapters(policy, config.actor.lora, "actor") if config.hybrid.lora == "adapter" else None
+    if policy.num_experts or policy.delta_net is not None or adapters is not None:
+        from megatron_rl.weights.rollout_layout import check_engine
+
+        check_engine(policy, config.rollout.engine, config.rollout.quantization, adapters)
     check_model = find_engine(config.rollout.engine).check_model
     if check_model is not None:
         check_model(policy, config.rollout)
     if HAS_TORCH and config.rollout.supports("reads_config"):
         _check_transformers(find_model_files(config.model.path), is_built=config.rollout.supports("builds_model"))
-    check_rollout_layout(policy, config.rollout.tensor_model_parallel_size)
-    check_router_replay(policy, config.actor.router_replay)
+    if (tp_size := config.rollout.tensor_model_parallel_size) > 1:
+        from megatron_rl.weights.support import check_rollout_layout
+
+        check_rollout_layout(policy, tp_size)
+    if (source := config.actor.router_replay) != "off":
+        from megatron_rl.weights.support import check_router_replay
+
+        check_router_replay(policy, source)
     if config.actor.mtp_lr:
         actor = roles["actor"]
         check_mtp(find_model_files(actor.spec.path))
@@ -306,12 +312,14 @@ def _check_transformers(model: Path, *, is_built: bool) -> None:
 
 def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:
     """Check by headers that a role's weights, and adapters if given, fit its shape (UserError); needs torch."""
-    adapters = make_adapter_shape(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
+    adapters = find_adapters(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
     if HAS_TORCH:
-        from megatron_rl.checkpoint import peft, pieces
+        from megatron_rl.checkpoint import pieces
 
         pieces.check_weights(spec.path, shape, spec.may_lack)
         if adapters is not None and spec.lora is not None and spec.lora.path is not None:
+            from megatron_rl.checkpoint import peft
+
             peft.check_adapters(spec.lora.path, adapters, f"{spec.section}.lora.path")
 
 
@@ -351,7 +359,10 @@ def _check_vocabularies(
 def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> ParallelLayout:
     """Return a role's layout on its ranks (UserError if the model or its optimizer step does not fit it)."""
     layout = check_layout(spec, shape, ranks)
-    check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=spec.section)
+    if (cp_size := layout.cp_size) > 1:
+        from megatron_rl.weights.support import check_context_parallel
+
+        check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, cp_size, section=spec.section)
     if not shape.num_experts or not spec.trainable:
         return layout
     config, section = spec.training, spec.section
@@ -409,6 +420,8 @@ def check_machine(config: RunConfig, roles: Mapping[str, RoleInputs], engine: st
 
 def _why_in_turn(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtype: str) -> str:
     """Return why experts need one matrix product each, "" if one product serves all (`models/experts.py`)."""
+    from megatron_rl.weights.packed_experts import ROW_BYTES
+
     multiple = ROW_BYTES // DTYPE_BYTES[dtype]
     if spec.batch_invariant:
         return "rollout.bitwise"
@@ -416,7 +429,7 @@ def _why_in_turn(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtyp
         return f"{spec.section}.quantization=nf4"
     lengths = {"hidden_size": shape.hidden_size, "moe_intermediate_size / ETP": shape.ffn_hidden_size}
     lengths["moe_intermediate_size / ETP"] //= layout.expert_tp_size
-    adapters = make_adapter_shape(shape, spec.lora, spec.section)
+    adapters = find_adapters(shape, spec.lora, spec.section)
     if adapters is not None and adapters.has_experts:
         lengths[f"{spec.section}.lora.rank"] = adapters.rank
     odd = [f"{name} = {length} is no multiple of {multiple}" for name, length in lengths.items() if length % multiple]

@@ -31,7 +31,6 @@ from megatron_rl.observability.run import Run
 from megatron_rl.parallel.collectives import failing_together, open_store, share_object, world
 from megatron_rl.run.guard import Guard
 from megatron_rl.run.lock import RunLock
-from megatron_rl.run.watchdog import Watchdog, Watched
 from megatron_rl.types import UserError
 
 Dependencies = dict[str, dict[str, str]]  # name -> {"source": paths, "digest": of their content}
@@ -267,18 +266,23 @@ def _open_locked(
         stop.close()
         lock.release()
 
-    watched = Watched(
-        group.rank(),
-        group.size(),
-        run.timers,
-        config.trainer.collective_timeout,
-        run.log_file,
-        run.log,
-        lambda: stop.is_here,
-        any_place=torch.cuda.is_available(),
-        roles=config.placement.describe(group.size()),
-    )
-    guard = Guard(watched, Watchdog(watched, open_store("watchdog", group)) if group.size() > 1 else None, release)
+    watchdog = None
+    if group.size() > 1:
+        from megatron_rl.run.watchdog import Watchdog, Watched
+
+        watched = Watched(
+            group.rank(),
+            group.size(),
+            run.timers,
+            config.trainer.collective_timeout,
+            run.log_file,
+            run.log,
+            lambda: stop.is_here,
+            any_place=torch.cuda.is_available(),
+            roles=config.placement.describe(group.size()),
+        )
+        watchdog = Watchdog(watched, open_store("watchdog", group))
+    guard = Guard(group.rank(), run.timers, run.log_file, watchdog, release)
     return OpenedRun(run, checkpoint, is_known, dependencies, stop, lock, guard)
 
 

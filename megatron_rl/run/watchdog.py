@@ -32,6 +32,7 @@ from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import GroupName, Store
 
 from megatron_rl.observability.failures import Position, Scene, explain_lost, explain_wait, find_position
+from megatron_rl.observability.progress import append_to_log, show_error
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.types import EXIT_FAILED, EXIT_STALLED, UserError
 
@@ -122,25 +123,13 @@ class ReportBoard:
                 return report
             self._is_concluded = True
             if self._rank == 0:
-                show(report.text, self._log_file)
+                show_error(report.text, self._log_file)
                 self._store.set("shown", "")
             elif not self.wait_for(["shown"], _SHOWN_SECONDS) and report.rank == self._rank:
-                show(report.text, self._log_file)
+                show_error(report.text, self._log_file)
             else:
-                append(self._log_file, f"the job ends: {report.text}")
+                append_to_log(self._log_file, f"the job ends: {report.text}")
         return report
-
-
-def show(text: str, log_file: Path) -> None:
-    """Print a report and append it to this rank's log."""
-    append(log_file, f"error: {text}")
-    print(f"error: {text}", file=sys.stderr, flush=True)
-
-
-def append(log_file: Path, text: str) -> None:
-    """Append to a rank's log; a full disk is ignored, since it must not hide why the job ended."""
-    with contextlib.suppress(OSError), open(log_file, "a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text.rstrip("\n") + "\n")
 
 
 _ANSWER_SECONDS = 5.0  # ranks look every second
@@ -178,7 +167,7 @@ class Watchdog:
 
     def __init__(self, watched: Watched, store: Store) -> None:
         # The store needs a connection of its own: a call of the program on the same one would block the heartbeats.
-        self._watched, self._store = watched, store
+        self.watched, self._store = watched, store
         self.board = ReportBoard(store, watched.rank, watched.log_file)
         self._program, self._position, self._since = threading.get_ident(), None, time.monotonic()
         self._heard: _Heard = {}
@@ -220,7 +209,7 @@ class Watchdog:
         """
         silent, now = [], time.monotonic()
         for beat in self.positions():
-            if beat is None or beat.rank == self._watched.rank:
+            if beat is None or beat.rank == self.watched.rank:
                 continue
             looks, since = heard.get(beat.rank, (beat.looks, now))
             since = since if beat.looks == looks else now
@@ -238,10 +227,10 @@ class Watchdog:
                 self._publish("beat", dataclasses.replace(self._position, is_closed=True))
         except Exception as error:  # the store's host, a rank or torchrun's agent, is gone
             if not self._closing.is_set():
-                self._watched.log.warning("watchdog: the job's store does not answer: %s", error)
+                self.watched.log.warning("watchdog: the job's store does not answer: %s", error)
             while not self._closing.wait(self._interval):
-                if self._update() >= self._watched.limit and self._position and self._position.operation:
-                    self._watched.log.error("no progress in %g s: %s", self._watched.limit, self._position.describe())
+                if self._update() >= self.watched.limit and self._position and self._position.operation:
+                    self.watched.log.error("no progress in %g s: %s", self.watched.limit, self._position.describe())
                     self._dump_stacks()
                     self.leave(EXIT_STALLED)
 
@@ -254,7 +243,7 @@ class Watchdog:
         if self._is_handed_over.is_set():
             return
         # Before the first phase, construction may take long at one place without waiting for another rank.
-        watched = self._watched
+        watched = self.watched
         is_waiting = position.operation is not None or (watched.any_place and watched.timers.num_entered > 0)
         is_stalled = is_waiting and seconds >= watched.limit and watched.world_size > 1
         if self._store.check(["stalled"]) or is_stalled:
@@ -273,20 +262,20 @@ class Watchdog:
 
     def _update(self) -> float:
         """Update the position; return the seconds since it changed."""
-        found, now = find_position(self._watched.rank, self._watched.timers, self._program), time.monotonic()
+        found, now = find_position(self.watched.rank, self.watched.timers, self._program), time.monotonic()
         last, self._looks = self._position, self._looks + 1
         if found is None or last is None or found != dataclasses.replace(last, seconds=0.0, looks=0, memory=0):
             self._since = now
         seconds = now - self._since
-        memory = self._watched.timers.memory
+        memory = self.watched.timers.memory
         self._position = found and dataclasses.replace(found, seconds=seconds, looks=self._looks, memory=memory)
         return seconds
 
     def _publish(self, key: str, position: Position) -> None:
-        self._store.set(f"{key}/{self._watched.rank}", position.encode())
+        self._store.set(f"{key}/{self.watched.rank}", position.encode())
 
     def _collect(self, key: str) -> list[Position | None]:
-        names = [f"{key}/{rank}" for rank in range(self._watched.world_size)]
+        names = [f"{key}/{rank}" for rank in range(self.watched.world_size)]
         return [Position.decode(self._store.get(name)) if self._store.check([name]) else None for name in names]
 
     def _answer_stall(self, position: Position) -> None:
@@ -296,7 +285,7 @@ class Watchdog:
         self._publish("answer", dataclasses.replace(position, recent=recent))
         self._dump_stacks(recent)
         if is_first and self.board.claim():
-            watched = self._watched
+            watched = self.watched
             self.board.wait_for([f"answer/{rank}" for rank in range(watched.world_size)], _ANSWER_SECONDS)
             answers = self._collect("answer")
             silent = [rank for rank, answer in enumerate(answers) if answer is None]
@@ -313,8 +302,8 @@ class Watchdog:
         self._conclude(EXIT_STALLED)
 
     def _dump_stacks(self, recent: tuple[str, ...] = ()) -> None:
-        with contextlib.suppress(OSError), open(self._watched.log_file, "a", encoding="utf-8") as file:
-            rank = self._watched.rank
+        with contextlib.suppress(OSError), open(self.watched.log_file, "a", encoding="utf-8") as file:
+            rank = self.watched.rank
             file.write("".join(f"collective of rank {rank}: {line}\n" for line in recent))
             file.write(f"stacks of all threads of rank {rank}:\n")
             file.flush()
@@ -326,10 +315,10 @@ class Watchdog:
 
     def leave(self, code: int) -> None:
         """End the process at once."""
-        for handler in self._watched.log.handlers:
+        for handler in self.watched.log.handlers:
             handler.flush()
         sys.stdout.flush()
-        if self._watched.rank == 0:
+        if self.watched.rank == 0:
             time.sleep(1.0)  # this process may host the store, which other ranks still read
         self._closing.set()
         os._exit(code)

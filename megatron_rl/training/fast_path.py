@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.config.schema import TrainedConfig
-from megatron_rl.models.attention_backends import choose_attention_backend, find_kernel_failure, list_kernels
-from megatron_rl.models.gpt import choose_transformer_impl, find_transformer_engine_failure
+from megatron_rl.models.attention_backends import choose_attention_backend
+from megatron_rl.models.gpt import choose_transformer_impl
 from megatron_rl.models.transformer_config import DTYPES
 from megatron_rl.parallel.kernels import find_triton_failure
 
@@ -122,6 +122,12 @@ def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Ite
     """List kernel libraries that are installed but fail."""
     if device.type == "cpu":
         return
+    from megatron_rl.models.attention_kernels import (
+        find_kernel_failure,
+        find_transformer_engine_failure,
+        list_kernels,
+    )
+
     chosen, broken = choose_attention_backend(device, DTYPES[dtype]), {}
     for name in list_kernels(DTYPES[dtype]):
         if name == chosen:
@@ -129,7 +135,7 @@ def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Ite
         broken[name] = find_kernel_failure(name, device, DTYPES[dtype])
     broken["Triton"] = find_triton_failure()
     if transformer_impl != "local":
-        broken["Transformer Engine"] = find_transformer_engine_failure(True)
+        broken["Transformer Engine"] = find_transformer_engine_failure()
     if dtype == "bfloat16":
         from megatron_rl.models.delta_rule import find_kernel_failure as find_delta_failure
 

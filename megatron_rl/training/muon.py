@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.optimizer_states import StateShard
 from megatron_rl.checkpoint.pieces import MOMENTS, SavedModel
-from megatron_rl.parallel import pairs
+from megatron_rl.parallel.collectives import gather_rows
 from megatron_rl.weights.families import is_layer_matrix
 from megatron_rl.weights.packed_experts import find_fused
 from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices
@@ -113,8 +113,7 @@ class Muon:
         own, local = tables[self._tp.rank()], param.main_grad
         parts = [local] * self._tp.size()
         if any(box_shape(box.hf_box) != self._shapes[box.hf_name] for box in own):
-            parts = local.new_empty(self._tp.size(), *local.shape)
-            pairs.all_gather_into_tensor(parts, local.contiguous(), group=self._tp)
+            parts = gather_rows(local[None], self._tp)
         update = torch.empty_like(local)
         for name in dict.fromkeys(box.hf_name for box in own):
             whole = local.new_empty(self._shapes[name])

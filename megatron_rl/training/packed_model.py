@@ -27,9 +27,8 @@ from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.packed_sequences import PackedSequences, build_packed_sequences
 from megatron_rl.models.stages import local_values
 from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
-from megatron_rl.parallel.collectives import broadcast_tensors
-from megatron_rl.parallel.pairs import find_pair
-from megatron_rl.parallel.ulysses import shard_rows
+from megatron_rl.parallel.collectives import broadcast_tensors, find_pair
+from megatron_rl.parallel.layout import shard_rows
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.setup import LaidOutModel, RoleSetup

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_rl.models.routing import BiasedRouter, RoutingCounts, RowRoutes
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.parallel.ulysses import shard_rows
+from megatron_rl.parallel.layout import shard_rows
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.weights.families import ModelShape
 

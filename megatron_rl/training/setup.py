@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.config.algorithm import DistillationConfig
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, ModelConfig
-from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.microbatches import compute_attention_ratio
-from megatron_rl.weights.adapters import AdapterShape, adapted_parameters, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_layout import find_shard_key, training_placements
+from megatron_rl.weights.megatron_layout import find_shard_key, megatron_placements
+from megatron_rl.weights.model_config import find_adapters
 from megatron_rl.weights.placement_tables import PlacementTable
 
 if TYPE_CHECKING:
     from megatron_rl.samples.fixed_shapes import Buckets
     from megatron_rl.transfer.computed import SourceParams
+    from megatron_rl.weights.adapters import AdapterShape
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class LaidOutModel:
         self.batch_invariant, self._sequence_parallel = spec.batch_invariant, spec.settings.sequence_parallel
         self.is_fully_sharded = spec.settings.zero_stage == FULLY_SHARDED
         self.params: SourceParams = {}
-        self.adapters = make_adapter_shape(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
+        self.adapters = find_adapters(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
         self.buckets: Buckets | None = None
         if spec.trainable and spec.training.step_mode != "eager":
             from megatron_rl.samples.fixed_shapes import build_buckets
@@ -101,7 +101,11 @@ class LaidOutModel:
 
     def placements(self, rank: int) -> PlacementTable:
         """List the slices of checkpoint tensors that a rank's parameters hold, without adapters."""
-        return training_placements(self.shape, self.layout, rank, is_fully_sharded=self.is_fully_sharded)
+        if self.is_fully_sharded:
+            from megatron_rl.weights.row_shards import sharded_placements
+
+            return sharded_placements(self.shape, self.layout, rank)
+        return megatron_placements(self.shape, self.layout, rank)
 
     @property
     def trained(self) -> Any:
@@ -113,6 +117,8 @@ class LaidOutModel:
         """Names of the base weights that have an adapter, equal on every rank."""
         if self.adapters is None:
             return frozenset()
+        from megatron_rl.weights.adapters import adapted_parameters
+
         return adapted_parameters(self.adapters, self.placements(self.layout.first_rank))
 
     @property
@@ -134,14 +140,22 @@ class LaidOutModel:
 
     def shard_key(self, rank: int) -> Hashable:
         """Return a key that is equal for ranks with equal `placements`."""
-        return find_shard_key(self.layout, rank, is_fully_sharded=self.is_fully_sharded)
+        if self.is_fully_sharded:
+            from megatron_rl.weights.row_shards import find_sharded_key
+
+            return find_sharded_key(self.layout, rank)
+        return find_shard_key(self.layout, rank)
 
     @property
     def pad_multiple(self) -> int:
         """Divisor of every microbatch's token count."""
         sp_size = self.layout.tp_size if self._sequence_parallel else 1
         # Equal shards, each large enough for batch-invariant matrix products.
-        return self.layout.cp_size * math.lcm(sp_size, MIN_ROWS if self.batch_invariant else 1)
+        if self.batch_invariant:
+            from megatron_rl.parallel.batch_invariant import MIN_ROWS
+
+            sp_size = math.lcm(sp_size, MIN_ROWS)
+        return self.layout.cp_size * sp_size
 
     @property
     def attention_ratio(self) -> float:

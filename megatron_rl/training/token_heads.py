@@ -13,14 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.models.stages import HiddenStatesModel, ScoreModel, gather_for_shards
-from megatron_rl.parallel.batch_invariant import MIN_ROWS
-from megatron_rl.parallel.chunked_logprobs import (
-    OutputSoftmax,
-    compute_linear_logprobs_and_entropy,
-    compute_linear_sum_pi_squared,
-)
-from megatron_rl.parallel.ulysses import combine_shards
+from megatron_rl.models.stages import HiddenStatesModel, combine_shards, gather_for_shards
+from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_logprobs_and_entropy
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.packed_model import PackedModel
 
@@ -43,8 +37,11 @@ class LogprobHead:
         divergence: TeacherDivergence | None = None,
     ) -> None:
         self._model, self._divergence = model, divergence
-        # Rows are padded to this multiple, because batch invariance needs a minimum number of rows per chunk.
-        self._multiple = MIN_ROWS if model.batch_invariant else 1
+        self._multiple = 1  # rows are padded to it
+        if model.batch_invariant:
+            from megatron_rl.parallel.batch_invariant import MIN_ROWS
+
+            self._multiple = MIN_ROWS
         self._softmax = OutputSoftmax(
             vocab_size=model.shape.vocab_size,
             temperature=temperature,
@@ -67,6 +64,8 @@ class LogprobHead:
 
     def compute_sum_pi_squared(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
         """Return the sum over the vocabulary of squared probabilities, [t]."""
+        from megatron_rl.parallel.chunked_divergence import compute_linear_sum_pi_squared
+
         places, rows, _ = _find_predicted(self._model, microbatch)
         kept = microbatch.find_kept(places)
         squares = compute_linear_sum_pi_squared(self._gather(hidden)[rows], self._output_weight, self._softmax, kept)
@@ -115,6 +114,8 @@ def compute_scores(model: PackedModel, hidden: torch.Tensor, microbatch: TrainBa
 
 
 def _score(model: PackedModel, hidden: torch.Tensor) -> torch.Tensor:
+    from megatron_rl.models.other_stages import ScoreModel
+
     stage = model.stages[-1]
     assert isinstance(stage, ScoreModel)
     return stage.score(hidden)

@@ -7,7 +7,6 @@ sent in buckets. No rank ever holds a tensor that it does not need. Regularly sp
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,14 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron_rl.parallel.collectives import connect, current_device, gather_objects
-from megatron_rl.transfer.buckets import BucketTransport, find_device
+from megatron_rl.parallel.collectives import connect, current_device
 from megatron_rl.transfer.planner import RankPlan, TransferOp
-from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import box_slices
 
 if TYPE_CHECKING:
     from megatron_rl.transfer.computed import SourceParams
+    from megatron_rl.transfer.transports import BucketTransport
 
 Copy = tuple[torch.Tensor, torch.Tensor]  # target, origin
 
@@ -62,8 +60,6 @@ def _storage(tensor: torch.Tensor) -> int:
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.dtype, tensor.shape, tensor.stride()
 
-
-log = logging.getLogger(__name__)
 
 TRANSPORTS = ("auto", "pull", "buckets")
 
@@ -133,7 +129,11 @@ class Resharder:
                 raise ValueError(f"{name} is {tensor.dtype}; all destination parameters are to be {dtype}")
         self._group = group
         whole = {name: param for name, param in source.items() if isinstance(param, torch.Tensor)}
-        self.transport, mapped, near = _map_peers(plan, whole, group, transport)
+        self.transport, mapped, near = "buckets", dict[int, dict[str, torch.Tensor]](), set[int]()
+        if transport.name != "buckets" and group.size() > 1:
+            from megatron_rl.transfer.transports import map_peers
+
+            self.transport, mapped, near = map_peers(plan, whole, group, transport.name, transport.ranks_per_node)
         if computed and self.transport == "pull":
             self.transport = "pull+buckets"
 
@@ -153,10 +153,15 @@ class Resharder:
             {peer: [op for op in ops if peer not in near or op.src_param in computed] for peer, ops in side.items()}
             for side in (plan.receives, plan.sends)
         )
-        self._device = device = find_device(source, destination)
+        parameters = (tensor for side in (source, destination) for tensor in side.values())  # either may be empty
+        self._device = next((tensor.device for tensor in parameters), current_device())
         if self.transport != "pull":
-            connect(group, device)
-        self._buckets = BucketTransport(sends, receives, source, destination, group, transport.bucket_bytes, dtype)
+            connect(group, self._device)
+        self._buckets: BucketTransport | None = None
+        if any(sends.values()) or any(receives.values()):
+            from megatron_rl.transfer.transports import BucketTransport
+
+            self._buckets = BucketTransport(sends, receives, source, destination, group, transport.bucket_bytes, dtype)
         self.stats = ReshardStats(
             bytes_pulled=_num_bytes(pulled, dtype),
             bytes_received=_num_bytes([op for ops in receives.values() for op in ops], dtype),
@@ -166,7 +171,7 @@ class Resharder:
     @property
     def transient_bytes(self) -> int:
         """Staging memory of one run on this rank."""
-        return self._buckets.transient_bytes
+        return 0 if self._buckets is None else self._buckets.transient_bytes
 
     @torch.no_grad()
     def run(self) -> ReshardStats:
@@ -182,7 +187,8 @@ class Resharder:
             torch._foreach_copy_(self._targets, self._origins)  # pyright: ignore[reportPrivateImportUsage]
         for target, origin, place in self._computed:
             target.copy_(origin[place])
-        self._buckets.run()
+        if self._buckets is not None:
+            self._buckets.run()
         if self._is_pulling:
             self._meet("after")  # no rank may overwrite a source that a peer is still reading
         return self.stats
@@ -200,44 +206,3 @@ class Resharder:
 
 def _num_bytes(ops: Sequence[TransferOp], dtype: torch.dtype) -> int:
     return sum(op.num_elements for op in ops) * dtype.itemsize
-
-
-def _map_peers(
-    plan: RankPlan, source: Mapping[str, torch.Tensor], group: dist.ProcessGroup, transport: Transport
-) -> tuple[str, dict[int, dict[str, torch.Tensor]], set[int]]:
-    if transport.name == "buckets" or group.size() == 1:
-        return "buckets", {}, set()
-    from megatron_rl.transfer.pull import export_params, map_params, missing_shared_memory
-
-    missing = gather_objects(missing_shared_memory(source, transport.ranks_per_node), group)
-    if max(missing):
-        if transport.name == "auto":
-            return "buckets", {}, set()
-        raise UserError(
-            f"/dev/shm lacks {max(missing) >> 20} MiB for the weights that peers are to pull",
-            source="hybrid.transport=pull",
-            expected="room for the parameters of all ranks of the host",
-            hint="enlarge /dev/shm (docker: --shm-size), or use hybrid.transport=buckets",
-        )
-    exports = gather_objects(export_params(source), group)
-    near = {peer for peer, export in enumerate(exports) if export.host == exports[group.rank()].host}
-    mapped, failure = {}, ""
-    try:
-        mapped = {peer: map_params(exports[peer], current_device()) for peer in plan.receives if peer in near}
-    except RuntimeError as error:  # no link between two GPUs
-        failure = f"rank {group.rank()} cannot map a peer's memory: {str(error).splitlines()[0]}"
-    found = gather_objects((len(mapped) < len(plan.receives), failure), group)
-    failure = next((said for _, said in found if said), "")
-    if failure and transport.name == "auto":
-        if group.rank() == 0:
-            log.warning("weights travel in buckets: %s", failure)
-        return "buckets", {}, set()
-    is_remote = any(remote for remote, _ in found)
-    if transport.name == "pull" and (failure or is_remote):
-        raise UserError(
-            failure or "weights must come from another host",
-            source="hybrid.transport=pull",
-            expected="all ranks on one host, and a link between any two of its GPUs",
-            hint="use hybrid.transport=auto: pull where it can be done, buckets elsewhere",
-        )
-    return ("pull+buckets" if is_remote else "pull"), mapped, near

@@ -25,12 +25,12 @@ from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
 from megatron_rl.transfer.aliasing import gather_names
 from megatron_rl.transfer.executor import ReshardStats
 from megatron_rl.transfer.transfers import TensorSet, Transfer, TransferContext, split_types
-from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement_tables import PlacementTable, as_table
 
 if TYPE_CHECKING:
     from megatron_rl.transfer.computed import SourceParams
+    from megatron_rl.weights.adapters import AdapterShape
     from megatron_rl.weights.row_quantization import CodeFormat
 
 
@@ -157,6 +157,8 @@ class HybridEngine:
             changing = frozenset(name for name, kind in model.shape.tensor_kinds().items() if kind in kinds)
             changed = replace(whole.only(changing), params=model.merge(), computed=merged | quantized)
             return [whole.only(frozenset(whole.shapes) - changing), changed]
+        from megatron_rl.weights.adapters import adapter_placements
+
         adapters = TensorSet(
             shape.logical_tensors(),
             model.scale_adapters(),

@@ -194,22 +194,13 @@ def group_shards(
     return [Shard(tuple(found), as_table(placements_of(found[0]))) for found in members.values()]
 
 
-def plan_rank(rank: int, source: Sequence[Shard], destination: Sequence[Shard], *, ranks_per_node: int) -> RankPlan:
-    """Plan the copies, receives and sends of one rank.
+class Planner:
+    """Index of a pair of layouts that yields any rank's plan.
 
     Args:
         source, destination: shards before and after the move; other ranks hold nothing.
         ranks_per_node: consecutive ranks on a node.
-
-    Raises:
-        ValueError: no source, or two different source boxes, hold an element of the rank's destination; names the
-            tensor and the box.
     """
-    return Planner(source, destination, ranks_per_node=ranks_per_node).plan(rank)
-
-
-class Planner:
-    """Index of a pair of layouts that yields any rank's plan; see `plan_rank`."""
 
     def __init__(self, source: Sequence[Shard], destination: Sequence[Shard], *, ranks_per_node: int) -> None:
         self._source, self._destination = source, destination
@@ -232,7 +223,12 @@ class Planner:
                     self._routes[piece] = route
 
     def plan(self, rank: int) -> RankPlan:
-        """Return one rank's part of the plan; raises like `plan_rank`."""
+        """Plan the copies, receives and sends of one rank.
+
+        Raises:
+            ValueError: no source, or two different source boxes, hold an element of the rank's destination; names the
+                tensor and the box.
+        """
         local: list[TransferOp] = []
         receives: dict[int, list[TransferOp]] = defaultdict(list)
         for op in self._incoming(rank):

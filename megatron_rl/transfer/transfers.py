@@ -16,7 +16,7 @@ from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.transfer.certificate import Certificate, CertifiedParams, count_once
 from megatron_rl.transfer.executor import Resharder, Transport
-from megatron_rl.transfer.planner import group_shards, plan_rank
+from megatron_rl.transfer.planner import Planner, group_shards
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
 from megatron_rl.weights.placement_tables import as_table
 from megatron_rl.weights.shard_box import ShardBox
@@ -101,7 +101,7 @@ class Transfer:
             sorted(rank for ranks in context.engines.of for rank in ranks),
         )
         self.resharder = Resharder(
-            plan_rank(rank, source, destination, ranks_per_node=ranks_per_node),
+            Planner(source, destination, ranks_per_node=ranks_per_node).plan(rank),
             tensors.params,
             {name: param for name, param in engine.params.items() if tensors.dtype is None or param.dtype == dtype},
             context.group,

@@ -15,11 +15,11 @@ from typing import Any
 
 from megatron_rl.config.sections import ALL_LINEAR, LoraConfig
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import FAMILIES, FUSED_KINDS, SCORE_HEAD, DeltaNetSizes, ModelShape
-from megatron_rl.weights.family import LatentSizes, SigmoidRouter
+from megatron_rl.weights.families import FAMILIES, FUSED_KINDS, SCORE_HEAD, ModelShape
 from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, TableRows
 from megatron_rl.weights.rope import restore_rope_scaling
 from megatron_rl.weights.shard_box import columns, full_box, rows
+from megatron_rl.weights.special_parts import DeltaNetSizes, LatentSizes, SigmoidRouter
 
 # PEFT name -> kind.
 _ATTENTION = {"q_proj": "q.weight", "k_proj": "k.weight", "v_proj": "v.weight", "o_proj": "o"}
@@ -107,9 +107,9 @@ def read_shape(saved: Mapping[str, Any]) -> ModelShape | AdapterShape:
 
 
 def make_adapter_shape(
-    shape: ModelShape, config: LoraConfig | None, section: str, *, is_quantized: bool = False
-) -> AdapterShape | None:
-    """Return the adapters of a model, or `None`.
+    shape: ModelShape, config: LoraConfig, section: str, *, is_quantized: bool = False
+) -> AdapterShape:
+    """Return the adapters of a model, of rank 1 or more.
 
     Args:
         config: `<section>.lora`.
@@ -117,8 +117,6 @@ def make_adapter_shape(
     Raises:
         UserError: `target_modules` has a matrix that cannot have adapters.
     """
-    if config is None or not config.rank:
-        return None
     matrices, asked = list_matrices(shape), config.target_modules
     all_linear = [name for name in matrices if not shape.num_experts or name in _ATTENTION]
     names = all_linear if asked == [ALL_LINEAR] else asked

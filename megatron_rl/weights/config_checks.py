@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.family import FAMILIES, Family
-from megatron_rl.weights.rope import Llama3Scaling, LongropeScaling
+from megatron_rl.weights.family import Family
 
 _LARGEST = 1 << 31  # far above any size of a model
 _SMALLEST = 1e-12  # products of numbers outside [this, its inverse] may overflow float32
@@ -159,7 +157,7 @@ def check_config(config: Mapping[str, Any], family: Family, source: str) -> None
     types = {"full_attention"} | ({"sliding_attention"} if has_windows else set())
     types |= {"linear_attention"} if family.has_delta_nets else set()
     kinds = set(config.get("layer_types") or ())
-    _require(
+    require(
         {
             f"{layers:,} layers with {num_experts:,} experts": layers * num_experts <= MOST_MATRICES,
             **{f"{len(x):,} {name} for {layers:,} layers": len(x) == layers for name, x in per_layer.items()},
@@ -170,46 +168,8 @@ def check_config(config: Mapping[str, Any], family: Family, source: str) -> None
     )
 
 
-def check_shape(shape: ModelShape, config: Mapping[str, Any], source: str) -> None:
-    """Refuse inconsistent sizes of a shape parsed from `config` (UserError with all of them)."""
-    family, heads, hidden, rotated = FAMILIES[shape.family], shape.num_heads, shape.hidden_size, shape.rotary_dim
-    rotated = shape.head_dim if rotated is None else rotated
-    rope, router, given = shape.rope_scaling, shape.router, config.get("head_dim")
-    right = {
-        f"{heads} attention heads for {shape.num_kv_heads} KV heads": heads % shape.num_kv_heads == 0,
-        f"head_dim = {show(given)} in a {shape.family} model of {heads} heads and a hidden size of {hidden}": (
-            family.has_latent_attention
-            or (given is not None and family.honors_head_dim)
-            or (hidden % heads == 0 and given in (None, hidden // heads))
-        ),
-        f"{rotated} of the {shape.head_dim} channels of a head to be rotated": rotated > 0 and rotated % 2 == 0,
-        f"rope_theta = {shape.rope_theta:g}": shape.rope_theta > 1,
-    }
-    if isinstance(rope, Llama3Scaling):
-        low, high = rope.low_freq_factor, rope.high_freq_factor
-        right[f"low_freq_factor = {low} and high_freq_factor = {high}"] = low < high
-    if isinstance(rope, LongropeScaling):
-        count = len(rope.short_factor)
-        right[f"{count} numbers in short_factor for {rotated} channels"] = 2 * count == rotated
-    if family.experts is not None:
-        experts, chosen = shape.num_experts, shape.experts_per_token
-        right[f"{chosen} experts per token of {experts}"] = chosen <= experts
-        right[f"{shape.dense_layers} dense layers of {shape.num_layers}"] = shape.dense_layers <= shape.num_layers
-    if router is not None:
-        groups, most = router.num_groups, router.groups_per_token
-        right[f"{most} of {groups} groups of {shape.num_experts} experts"] = (
-            shape.num_experts % groups == 0 and most <= groups
-        )
-    _require(
-        right,
-        source,
-        "attention heads that are a multiple of the KV heads; a hidden size that is a multiple of the heads where it "
-        "gives head_dim; an even number of rotated channels, with a base above 1 and scalings that fit them; no more "
-        "experts per token than experts, in groups of one size",
-    )
-
-
-def _require(right: Mapping[str, bool], source: str, expected: str) -> None:
+def require(right: Mapping[str, bool], source: str, expected: str) -> None:
+    """Refuse conditions that do not hold (UserError with all of them)."""
     if wrong := [what for what, is_right in right.items() if not is_right]:
         raise UserError(
             "; ".join(wrong),

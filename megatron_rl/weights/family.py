@@ -3,8 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+# Kinds of tensors of gated delta nets.
+CONV_PARTS = ("delta_conv.q", "delta_conv.k", "delta_conv.v")  # stacked by rows
+QKV_PARTS = ("delta_q", "delta_k", "delta_v")  # likewise
+# Parts of each engine parameter, for fused and for split projections.
+DELTA_TOGETHER = (("delta_qkvz",), ("delta_ba",))
+DELTA_APART = ((*QKV_PARTS, "delta_z"), ("delta_b", "delta_a"))
+PROJECTION_KINDS = tuple(kind for parts in (*DELTA_TOGETHER, *DELTA_APART) for kind in parts)
 
 
 @dataclass(frozen=True)
@@ -43,38 +52,6 @@ class ExpertNames:
     def has_sigmoid_router(self) -> bool:
         """True for sigmoid scores with a bias in the choice, and possibly dense first layers (DeepSeek-V3)."""
         return self.bias is not None
-
-
-@dataclass(frozen=True)
-class SigmoidRouter:
-    """Choice of experts by sigmoids (DeepSeek-V3, arXiv 2412.19437, equations 13 to 16).
-
-    Attributes:
-        num_groups: groups of experts, of equal size.
-        groups_per_token: groups to choose from, by the sum of their two best experts.
-        scale: factor of expert weights, after normalization to 1.
-    """
-
-    num_groups: int = 1
-    groups_per_token: int = 1
-    scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class LatentSizes:
-    """Channels of multi-head latent attention.
-
-    Attributes:
-        query: latent of queries; 0 if they are projected directly.
-        key_value: latent of keys and values.
-        rotary: rotated channels per query head, and of the keys' shared part.
-        value: channels per value head.
-    """
-
-    query: int
-    key_value: int
-    rotary: int
-    value: int
 
 
 @dataclass(frozen=True)
@@ -134,6 +111,12 @@ class Family:
     scoring: str | None = None
     vllm_module: str | None = None
     image_text: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True for dense models whose layers attend alike."""
+        has_kinds_of_layers = self.alternates_windows or self.has_sinks or self.has_delta_nets
+        return self.experts is None and not (self.has_latent_attention or has_kinds_of_layers)
 
     @property
     def scoring_architecture(self) -> str:
@@ -242,3 +225,8 @@ FAMILIES: dict[str, Family] = {
 }
 # Other values of `model_type` for the same architecture.
 ALIASES = {"kimi_k2": "deepseek_v3"}
+
+
+def rope_type_of(rope: Mapping[str, Any]) -> str:
+    """Return the type of the rotary scaling in config.json, one of `weights/rope.py` or "default"."""
+    return rope.get("rope_type") or rope.get("type") or "default"

@@ -14,13 +14,15 @@ and vice versa: a *global tensor* per kind of parameter, layers stacked in front
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import FUSED_KINDS, SCORE_HEAD, ModelShape
 from megatron_rl.weights.megatron_layout import layer_parameter
 from megatron_rl.weights.placement_tables import list_parts
 from megatron_rl.weights.shard_box import Box, full_box, rows
+
+if TYPE_CHECKING:
+    from megatron_rl.weights.adapters import AdapterShape
 
 Table = dict[str, tuple["GlobalPlacement", ...]]
 
@@ -62,7 +64,7 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
 
     Adapters and multi-token prediction, unknown to megatron-core, are global tensors of their own.
     """
-    if isinstance(shape, AdapterShape) or shape.mtp_layer:
+    if not isinstance(shape, ModelShape) or shape.mtp_layer:
         return {
             name: (GlobalPlacement(name, size, (), full_box(size), full_box(size)),)
             for name, size in shape.logical_tensors().items()

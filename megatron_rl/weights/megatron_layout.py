@@ -14,10 +14,6 @@ Names come from `nn.ModuleList(model_chunks).named_parameters()`: chunk number, 
 * embeddings: rows padded with zeros to a multiple of 64 and of TP;
 * tied embeddings under PP: the last stage has a copy, `output_layer.weight`;
 * a score head is `score.weight` on every TP rank of the last stage, instead of an output layer.
-
-If data parallel ranks shard rows (ZeRO-3), FSDP splits n rows like `torch.chunk`: shard i of d has rows
-[i c, (i + 1) c), c = ceil(n / d), as far as they exist. Boxes are cut accordingly, possibly to empty ones, so that data
-parallel ranks share the table's rows. Router biases, which are not trained, are not sharded.
 """
 
 from __future__ import annotations
@@ -27,19 +23,9 @@ from collections.abc import Hashable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from megatron_rl.types import UserError
-from megatron_rl.weights.families import (
-    CONV_PARTS,
-    DENSE,
-    FUSED_KINDS,
-    MTP_KINDS,
-    PROJECTION_KINDS,
-    SCORE_HEAD,
-    SHARED,
-    ModelShape,
-)
-from megatron_rl.weights.packed_experts import name_expert
-from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, Row, Share, TableRows, list_parts, split_boxes
+from megatron_rl.weights.families import DENSE, MTP_KINDS, SCORE_HEAD, SHARED, ModelShape
+from megatron_rl.weights.family import CONV_PARTS, PROJECTION_KINDS
+from megatron_rl.weights.placement_tables import PlacementTable, Row, Share, TableRows, list_parts, split_boxes
 
 if TYPE_CHECKING:
     from megatron_rl.parallel.layout import ParallelLayout
@@ -113,7 +99,11 @@ def _list_layer(shape: ModelShape, layer: int, experts: range) -> list[Row]:
         for name, kind in shape.layer_kinds(layer).items()
         for part, boxes in list_parts(kind)
     ]
-    for local, expert in enumerate(experts if shape.has_experts(layer) else ()):
+    if not shape.has_experts(layer):
+        return found
+    from megatron_rl.weights.packed_experts import name_expert
+
+    for local, expert in enumerate(experts):
         found += [
             (name_expert(layer_parameter(name, kind).replace("mlp.", "mlp.experts."), local), name, kind)
             for name, kind in shape.expert_kinds(expert).items()
@@ -163,74 +153,7 @@ def layer_parameter(hf_name: str, kind: str) -> str:
     return _MATRICES.get(kind) or f"self_attention.linear_qkv.{kind.partition('.')[2]}"
 
 
-_FUSED = (
-    ("q.weight", "k.weight", "v.weight"),
-    ("q.bias", "k.bias", "v.bias"),
-    *((f"{prefix}gate", f"{prefix}up") for prefix in ("", DENSE, SHARED)),
-)
-_EXPERT_KINDS = ("gate", "up", "down")
-
-
-def find_shard_places(layout: ParallelLayout, rank: int) -> tuple[Share, Share]:
-    """Return a rank's share of dense parameters, and of experts, under ZeRO-3."""
-    at, replicas = layout.coordinates(rank), layout.cp_size * layout.dp_size
-    experts = layout.expert_coordinates(rank).dp
-    return Share(replicas, at.cp + layout.cp_size * at.dp), Share(layout.expert_replicas, experts)
-
-
-def check_shared_experts(layout: ParallelLayout, shape: ModelShape, section: str) -> None:
-    """Refuse ZeRO-3 if the replicas of an expert cannot split its rows evenly, as FSDP requires (UserError)."""
-    replicas = find_shard_places(layout, layout.first_rank)[1].count
-    for what, rows in (
-        ("gate and up", 2 * shape.ffn_hidden_size // layout.expert_tp_size),
-        ("down", shape.hidden_size),
-    ):
-        if rows % replicas:
-            raise UserError(
-                f"{section}.zero_stage = 3: {replicas} replicas of an expert cannot share the {rows} rows of {what}",
-                source=f"{section}.zero_stage, {section}.expert_model_parallel_size and the model's config.json",
-                expected=f"a number of replicas that divides {rows}",
-                hint=f"use another number of ranks or {section}.expert_model_parallel_size, or {section}.zero_stage=1",
-            )
-
-
-def training_placements(
-    shape: ModelShape, layout: ParallelLayout, rank: int, *, is_fully_sharded: bool
-) -> PlacementTable:
-    """Return the placements of a rank's parameters, or of their shards (ZeRO-3)."""
-    table = megatron_placements(shape, layout, rank)
-    if not is_fully_sharded:
-        return table
-    return PlacementTable(table.rows, _cut_boxes(shape, *find_shares(layout, rank), *find_shard_places(layout, rank)))
-
-
-def find_shard_key(layout: ParallelLayout, rank: int, *, is_fully_sharded: bool) -> Hashable:
+def find_shard_key(layout: ParallelLayout, rank: int) -> Hashable:
     """Return a key shared by ranks with equal placements."""
     at, experts = layout.coordinates(rank), layout.expert_coordinates(rank)
-    return at.tp, at.pp, experts.tp, experts.ep, find_shard_places(layout, rank) if is_fully_sharded else None
-
-
-@lru_cache(maxsize=256)
-def _cut_boxes(
-    shape: ModelShape, of_layer: Share, of_expert: Share, dense: Share, experts: Share
-) -> dict[str, BoxPair]:
-    vocab_rows = padded_vocab_size(shape.vocab_size, of_layer.count) // of_layer.count
-    boxes = split_boxes(shape, of_layer, vocab_rows, of_expert)
-    num_rows = {kind: local_box[0][1] for kind, (local_box, _) in boxes.items()} | {"vocab": vocab_rows}
-    for kinds in (kinds for kinds in _FUSED if kinds[-1] in num_rows):
-        num_rows |= dict.fromkeys(kinds, num_rows[kinds[-1]])  # the last part ends at the end of the parameter
-    fused = {kind: parts for kind, parts in FUSED_KINDS.items() if parts[0] in num_rows}
-    num_rows |= {f"{kind}.{part}": num_rows[part] for kind, parts in fused.items() for part in parts}
-    found = {}
-    for kind, pair in boxes.items():
-        if kind == "router_bias":
-            found[kind] = pair
-            continue
-        # This rank's rows [low, high) of the parameter, and the box's rows among them, [first, last).
-        low, high = (experts if shape.num_experts and kind in _EXPERT_KINDS else dense).cut(num_rows[kind])
-        ((start, stop), *rest), ((hf_start, _), *hf_rest) = pair
-        first = min(max(start, low), stop)
-        last = max(first, min(stop, high))
-        local = (first - low, last - low) if first < last else (0, 0)
-        found[kind] = (local, *rest), ((hf_start + first - start, hf_start + last - start), *hf_rest)
-    return found
+    return at.tp, at.pp, experts.tp, experts.ep

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of config.json into a `ModelShape`.
+"""Parsing of config.json into a `ModelShape`, and the adapters that a run gives it.
 
 Image-text models (published Qwen3.5) have a text part: a section of config.json, and tensors `model.language_model.*`;
 others are `model.visual.*`.
@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.config_checks import (
@@ -20,13 +20,16 @@ from megatron_rl.weights.config_checks import (
     TEXTS,
     check_config,
     check_kinds,
-    check_shape,
     read_json,
+    require,
     show,
 )
-from megatron_rl.weights.families import DeltaNetSizes, Head, ModelShape
-from megatron_rl.weights.family import ALIASES, FAMILIES, Family, LatentSizes, SigmoidRouter
-from megatron_rl.weights.rope import compute_yarn_mscale, is_served, read_rope_scaling, rope_type_of
+from megatron_rl.weights.families import Head, ModelShape
+from megatron_rl.weights.family import ALIASES, FAMILIES, Family, rope_type_of
+
+if TYPE_CHECKING:
+    from megatron_rl.config.sections import LoraConfig
+    from megatron_rl.weights.adapters import AdapterShape
 
 # `model_type` of an image-text model -> family of its text part.
 TEXT_PARTS = {family.image_text: name for name, family in FAMILIES.items() if family.image_text is not None}
@@ -54,27 +57,6 @@ _MUST_BE_OFF = (
     "mlp_only_layers",
     "router_jitter_noise",
 )
-# Supported values of gpt-oss options.
-_OF_SINKS: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (None, True),
-    "swiglu_alpha": (None, 1.702),
-    "swiglu_limit": (None, 7.0),
-    "quantization_config": (None,),
-}
-_OF_LATENTS: dict[str, tuple[Any, ...]] = {
-    "rms_norm_eps": (1e-6,),
-    "rope_interleave": (None, True),
-    "scoring_func": (None, "sigmoid"),
-    "topk_method": (None, "noaux_tc"),
-    "moe_layer_freq": (None, 1),
-}
-# Qwen3.5 options and the values for which transformers and vLLM agree.
-_OF_SPLIT_NETS: dict[str, tuple[Any, ...]] = {
-    "attn_output_gate": (None, True),
-    "output_gate_type": (None, "silu", "swish"),
-    "norm_topk_prob": (None, True),
-    "layer_scale": (None, False),
-}
 _SCORING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification")
 
 
@@ -96,6 +78,17 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
             hint="tools/make_toy_task.py makes a small one; check for a typo or a missing download",
         )
     return model_shape_from_config(_read_config(file.parent), source=str(file), head=head)
+
+
+def find_adapters(
+    shape: ModelShape, config: LoraConfig | None, section: str, *, is_quantized: bool = False
+) -> AdapterShape | None:
+    """Return the adapters that `<section>.lora` gives a model, or `None`; UserError if the model cannot have them."""
+    if config is None or not config.rank:
+        return None
+    from megatron_rl.weights.adapters import make_adapter_shape
+
+    return make_adapter_shape(shape, config, section, is_quantized=is_quantized)
 
 
 def check_mtp(directory: Path) -> None:
@@ -133,8 +126,16 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
         _refuse_options(config, family, rope, source)
         num_heads, hidden = config["num_attention_heads"], config["hidden_size"]
         head_dim = (config.get("head_dim") if family.honors_head_dim else None) or hidden // num_heads
-        experts = _read_experts(config, family, source)
-        scaling, longest = read_rope_scaling(rope, config)
+        special = dict[str, Any]()
+        if not family.is_plain:
+            from megatron_rl.weights.special_parts import read_special
+
+            special = read_special(config, family, rope, source)
+        scaling, longest = None, config["max_position_embeddings"]
+        if rope_type_of(rope) != "default":
+            from megatron_rl.weights.rope import read_rope_scaling
+
+            scaling, longest = read_rope_scaling(rope, config)
         size_key = family.experts.size_key if family.experts else "intermediate_size"
         shape = ModelShape(
             family=name,
@@ -154,11 +155,8 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
             max_position_embeddings=longest,
             rope_scaling=scaling,
             **_read_rotation(config, rope, family, head_dim),
-            **experts,
-            **_read_attention(config, family, source),
         )
-        if family.has_latent_attention:
-            shape = replace(shape, **_read_latent(config, rope))
+        shape = replace(shape, **special)
     except KeyError as error:
         raise UserError(
             f"key {error} is missing",
@@ -166,7 +164,7 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
             expected="a complete HF config.json",
             hint="write it with transformers' save_pretrained",
         ) from None
-    check_shape(shape, config, source)
+    _check_shape(shape, config, source)
     return shape
 
 
@@ -193,31 +191,10 @@ def _find_family(config: dict[str, Any], head: Head, source: str) -> tuple[str, 
 
 
 def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any], source: str) -> None:
-    if family.has_sinks:
-        wrong = _find_unserved(config, _OF_SINKS)
-        encoding = wrong.pop("quantization_config", None)
-        if encoding is not None and encoding.get("quant_method") != "mxfp4":
-            wrong["quantization_config"] = encoding
-        if not (config.get("rope_parameters") or config.get("rope_scaling")):  # transformers would default to yarn
-            wrong["rope_scaling"] = None
-        _refuse_unserved(
-            wrong,
-            source,
-            "gpt-oss as published: biases, gates of 1.702 within 7, the scaling of positions written out, and "
-            "weights as they are or in MXFP4",
-        )
-        config = {name: value for name, value in config.items() if name not in _OF_SINKS}
-    if family.has_latent_attention:
-        wrong = _find_unserved(config, _OF_LATENTS)
-        if rope_type_of(rope) not in ("default", "yarn") or rope.get("attention_factor") is not None:
-            wrong["rope_scaling"] = rope
-        _refuse_unserved(
-            wrong,
-            source,
-            "DeepSeek-V3 as published: norms with an epsilon of 1e-6 (which transformers takes for latents "
-            "whatever config.json says, and vLLM does not), rotated neighbors, a sigmoid router, positions unscaled "
-            "or with yarn without an attention_factor",
-        )
+    if not family.is_plain:
+        from megatron_rl.weights.special_parts import refuse_special
+
+        config = refuse_special(config, family, rope, source)
     refused = {
         "hidden_act": (config.get("hidden_act") or family.activations[0]) not in family.activations,
         "hidden_activation": config.get("hidden_activation") not in (None, family.activations[0]),
@@ -229,7 +206,7 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
         and (config.get("sliding_window") or math.inf) < config.get("max_position_embeddings", 0),
         "attn_logit_softcapping": config.get("attn_logit_softcapping") is not None,
         "final_logit_softcapping": config.get("final_logit_softcapping") is not None,
-        "rope_scaling": not is_served(rope, config),
+        "rope_scaling": not _serves_scaling(rope, config),
         "partial_rotary_factor": family.partial_rotary is None and rope.get("partial_rotary_factor", 1.0) != 1.0,
     }
     if any(refused.values()):
@@ -244,6 +221,14 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
         )
 
 
+def _serves_scaling(rope: dict[str, Any], config: dict[str, Any]) -> bool:
+    if rope_type_of(rope) == "default":
+        return True
+    from megatron_rl.weights.rope import is_served
+
+    return is_served(rope, config)
+
+
 def _read_rotation(config: dict[str, Any], rope: dict[str, Any], family: Family, head_dim: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if family.partial_rotary is not None:
@@ -256,134 +241,38 @@ def _read_rotation(config: dict[str, Any], rope: dict[str, Any], family: Family,
     return found
 
 
-def _read_attention(config: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
-    if family.has_delta_nets:
-        return _read_delta_nets(config, source, is_split=family.splits_projections)
-    if not (family.alternates_windows or family.has_sinks):
-        return {}
-    layers = range(config["num_hidden_layers"])
-    pattern = config.get("sliding_window_pattern", 6) if family.alternates_windows else 2
-    kinds = config.get("layer_types") or ["sliding_attention" if (i + 1) % pattern else "" for i in layers]
-    found: dict[str, Any] = dict(
-        sliding_layers=tuple(layer for layer in layers if kinds[layer] == "sliding_attention"),
-        sliding_window=config["sliding_window"],
-    )
-    if family.alternates_windows:
-        rope = (config.get("rope_parameters") or {}).get("sliding_attention", {})
-        theta = float(rope.get("rope_theta") or config.get("rope_local_base_freq", 1e4))
-        found |= dict(sliding_rope_theta=theta, attention_scale=config["query_pre_attn_scalar"] ** -0.5)
-    return found
+def _check_shape(shape: ModelShape, config: Mapping[str, Any], source: str) -> None:
+    """Refuse inconsistent sizes of a shape parsed from `config` (UserError with all of them)."""
+    family, heads, hidden, rotated = FAMILIES[shape.family], shape.num_heads, shape.hidden_size, shape.rotary_dim
+    rotated = shape.head_dim if rotated is None else rotated
+    rope, router, given = shape.rope_scaling, shape.router, config.get("head_dim")
+    right = {
+        f"{heads} attention heads for {shape.num_kv_heads} KV heads": heads % shape.num_kv_heads == 0,
+        f"head_dim = {show(given)} in a {shape.family} model of {heads} heads and a hidden size of {hidden}": (
+            family.has_latent_attention
+            or (given is not None and family.honors_head_dim)
+            or (hidden % heads == 0 and given in (None, hidden // heads))
+        ),
+        f"{rotated} of the {shape.head_dim} channels of a head to be rotated": rotated > 0 and rotated % 2 == 0,
+        f"rope_theta = {shape.rope_theta:g}": shape.rope_theta > 1,
+    }
+    if rope is not None:
+        from megatron_rl.weights.rope import list_conditions
 
-
-def _read_delta_nets(config: dict[str, Any], source: str, *, is_split: bool) -> dict[str, Any]:
-    if is_split:
-        _refuse_unserved(
-            _find_unserved(config, _OF_SPLIT_NETS),
-            source,
-            "Qwen3.5 as published: heads of attention with gates, SiLU gates in linear attention, shares of "
-            "experts that add up to 1, no scales of layers",
+        right |= list_conditions(rope, rotated)
+    if family.experts is not None:
+        experts, chosen = shape.num_experts, shape.experts_per_token
+        right[f"{chosen} experts per token of {experts}"] = chosen <= experts
+        right[f"{shape.dense_layers} dense layers of {shape.num_layers}"] = shape.dense_layers <= shape.num_layers
+    if router is not None:
+        groups, most = router.num_groups, router.groups_per_token
+        right[f"{most} of {groups} groups of {shape.num_experts} experts"] = (
+            shape.num_experts % groups == 0 and most <= groups
         )
-    layers, interval = range(config["num_hidden_layers"]), config.get("full_attention_interval", 4)
-    types = config.get("layer_types") or [
-        "linear_attention" if (i + 1) % interval else "full_attention" for i in layers
-    ]
-    net = DeltaNetSizes(
-        config["linear_num_key_heads"],
-        config["linear_num_value_heads"],
-        config["linear_key_head_dim"],
-        config["linear_value_head_dim"],
-        config["linear_conv_kernel_dim"],
-        is_split,
-    )
-    wrong_types = set(types) - {"linear_attention", "full_attention"}
-    if wrong_types or len(types) != len(layers) or net.value_heads % net.key_heads:
-        raise UserError(
-            f"layer_types = {types}, with {net.value_heads} value heads for {net.key_heads} key heads",
-            source=source,
-            expected="linear_attention or full_attention for each layer, and equally many value heads for a key head",
-            hint="use a checkpoint without these options",
-        )
-    linear = tuple(layer for layer in layers if types[layer] == "linear_attention")
-    return dict(delta_net=net, delta_layers=linear) if linear else {}
-
-
-def _find_unserved(config: dict[str, Any], served: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    return {name: config.get(name) for name, values in served.items() if config.get(name) not in values}
-
-
-def _refuse_unserved(wrong: dict[str, Any], source: str, expected: str) -> None:
-    if wrong:
-        raise UserError(
-            f"option(s) {', '.join(f'{name}={value!r}' for name, value in wrong.items())} are not served",
-            source=source,
-            expected=expected,
-            hint="use a checkpoint without these options",
-        )
-
-
-def _read_latent(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
-    heads, rotary = config["num_attention_heads"], config["qk_rope_head_dim"]
-    head_dim = config["qk_nope_head_dim"] + rotary
-    growth = (
-        compute_yarn_mscale(rope["factor"], rope.get("mscale_all_dim") or 0.0) if rope_type_of(rope) == "yarn" else 1.0
-    )
-    return dict(
-        latent=LatentSizes(config.get("q_lora_rank") or 0, config["kv_lora_rank"], rotary, config["v_head_dim"]),
-        head_dim=head_dim,
-        num_kv_heads=heads,
-        rotary_dim=rotary,
-        attention_scale=head_dim**-0.5 * growth**2,
-    )
-
-
-def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
-    if family.experts is None:
-        return {}
-    if family.experts.has_sigmoid_router:
-        return _read_sigmoid_experts(config, source)
-    # transformers 5 writes num_local_experts; published Qwen3-MoE configs have num_experts.
-    num_experts = config.get("num_experts") or config.get("num_local_experts")
-    if num_experts is None:
-        raise KeyError("num_local_experts")
-    per_token = config["num_experts_per_tok"]
-    # Mixtral and gpt-oss always normalize and have no such option; Qwen3-Next normalizes by default.
-    normalizes_shares = config["model_type"] in ("mixtral", "gpt_oss") or bool(
-        config.get("norm_topk_prob", family.has_delta_nets)
-    )
-    if per_token == 1 and normalizes_shares:
-        raise UserError(
-            "num_experts_per_tok = 1 with normalized shares",
-            source=source,
-            expected="2 experts per token or more",
-            hint="the share of a single expert is always 1, so its router would never learn",
-        )
-    return dict(
-        num_experts=num_experts,
-        experts_per_token=per_token,
-        normalizes_shares=normalizes_shares,
-        shared_ffn_size=config["shared_expert_intermediate_size"] if family.experts.shared else 0,
-    )
-
-
-def _read_sigmoid_experts(config: dict[str, Any], source: str) -> dict[str, Any]:
-    groups, groups_per_token = config["n_group"] or 1, config["topk_group"] or 1
-    per_token = config["num_experts_per_tok"]
-    if groups == groups_per_token:  # every group is chosen
-        groups = groups_per_token = 1
-    if not config.get("norm_topk_prob", True) or per_token == 1 or (groups > 1 and per_token // groups_per_token != 2):
-        raise UserError(
-            f"norm_topk_prob = {config.get('norm_topk_prob')}, {per_token} experts per token in {groups_per_token} of "
-            f"{groups} groups",
-            source=source,
-            expected="shares that add up to 1, of 2 experts or more; with groups, twice as many experts as groups",
-            hint="megatron-core chooses groups by the sum of their best per_token / topk_group experts, others by two",
-        )
-    return dict(
-        num_experts=config["n_routed_experts"],
-        experts_per_token=per_token,
-        normalizes_shares=True,
-        dense_layers=config["first_k_dense_replace"],
-        dense_ffn_size=config["intermediate_size"] if config["first_k_dense_replace"] else 0,
-        shared_ffn_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
-        router=SigmoidRouter(groups, groups_per_token, float(config["routed_scaling_factor"])),
+    require(
+        right,
+        source,
+        "attention heads that are a multiple of the KV heads; a hidden size that is a multiple of the heads where it "
+        "gives head_dim; an even number of rotated channels, with a base above 1 and scalings that fit them; no more "
+        "experts per token than experts, in groups of one size",
     )

@@ -25,7 +25,7 @@ from megatron_rl.weights.families import FAMILIES, ModelShape
 if TYPE_CHECKING:
     import torch
 
-BLOCKS, SCALES = "_blocks", "_scales"
+_BLOCKS = "_blocks"
 ROW_BYTES = 16  # alignment of rows that torch's grouped matrix product requires
 _PACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks)?")
 _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -45,6 +45,11 @@ class PackedPart:
     turn: int
     turns: int
     in_halves: bool = False
+
+    @property
+    def scales(self) -> str | None:
+        """Name of the scales of an MXFP4 tensor; `None` for other tensors."""
+        return self.packed.removesuffix(_BLOCKS) + "_scales" if self.packed.endswith(_BLOCKS) else None
 
     def cut(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return the logical tensor as a view of its expert's matrix, or bias, in the packed tensor."""
@@ -132,26 +137,34 @@ def find_fused(name: str) -> tuple[str, int | None]:
     return (f"{block}.{param}", int(expert)) if rest else (name, None)
 
 
-def name_matrix(param: str, expert: int) -> str:
-    """Return the table name of an expert in an engine's parameter."""
-    return f"{param}.{expert}"
-
-
 def split_experts(
-    params: Mapping[str, torch.Tensor], name_view: Callable[[str, int], str] = name_matrix
+    params: Mapping[str, torch.Tensor], name_view: Callable[[str, int], str] = "{}.{}".format
 ) -> dict[str, torch.Tensor]:
-    """Replace fused expert parameters by a view per expert."""
+    """Replace fused expert parameters by a view per expert; `name_view`: its name, of an engine by default."""
     views: dict[str, torch.Tensor] = {}
     for name, param in params.items():
-        if is_fused(name, param):
+        if _is_fused(name, param):
             views |= {name_view(name, expert): matrix for expert, matrix in enumerate(param.unbind())}
         else:
             views[name] = param
     return views
 
 
-def join_matrices(matrices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """View adjacent matrices as one tensor [E, n, m]; `None` if they do not fill a storage in order."""
+def find_shared_experts(
+    name: str, param: torch.Tensor, shareable: Mapping[str, torch.Tensor]
+) -> tuple[list[str], torch.Tensor | None]:
+    """Find the actor's tensors, `shareable` by name, that can be one parameter of an engine's experts.
+
+    Returns:
+        Their names, and one tensor of them all; `None` if any is missing or they do not fill a storage in order.
+    """
+    if not _is_fused(name, param):
+        return [name], shareable.get(name)
+    names = [f"{name}.{expert}" for expert in range(len(param))]
+    return names, _join_matrices([shareable.get(view) for view in names])
+
+
+def _join_matrices(matrices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     first = matrices[0]
     if first is None:
         return None
@@ -164,7 +177,7 @@ def join_matrices(matrices: Sequence[torch.Tensor | None]) -> torch.Tensor | Non
     return first.as_strided((len(matrices), *first.shape), (first.numel(), *first.stride()))
 
 
-def is_fused(name: str, param: torch.Tensor) -> bool:
+def _is_fused(name: str, param: torch.Tensor) -> bool:
     """Return whether a parameter holds one matrix or bias per expert."""
     return param.ndim == (2 if name.endswith("bias") else 3) and ".experts." in name
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from megatron_rl.weights.families import CONV_PARTS, FUSED_KINDS, LATENT_KINDS, NORM_KINDS, ModelShape
+from megatron_rl.weights.families import FUSED_KINDS, LATENT_KINDS, NORM_KINDS, ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
 
 Row = tuple[str, str, Hashable]  # parameter, HF tensor, kind
@@ -117,7 +117,9 @@ def split_boxes(
         size, rank = sizes[kind][0] // parts, tp_rank % parts
         boxes[kind] = rows(0, size, sizes[kind]), rows(rank * size, (rank + 1) * size, sizes[kind])
     if shape.delta_net is not None:
-        boxes |= _split_delta_net(sizes, shape.delta_net.projections, of_layer)
+        from megatron_rl.weights.special_parts import split_delta_net
+
+        boxes |= split_delta_net(sizes, shape.delta_net.projections, *of_layer)
     for prefix, columns_of_all in shape.ffn_sizes().items():
         count, index = of_expert if of_expert and shape.num_experts and not prefix else of_layer
         gate, up, down, ffn = f"{prefix}gate", f"{prefix}up", f"{prefix}down", columns_of_all // count
@@ -135,28 +137,6 @@ def split_boxes(
             boxes[f"{fused}.{part}"] = local, rows(base + first, base + last, sizes[fused])
             base += sizes[part][0]
     return boxes
-
-
-def _split_delta_net(
-    sizes: dict[str, tuple[int, ...]], projections: tuple[tuple[str, ...], tuple[str, ...]], of_layer: Share
-) -> dict[str, BoxPair]:
-    """Return the boxes of a gated delta net: Megatron fuses all projections, vLLM into two parameters."""
-    norm = full_box(sizes["delta_norm"])
-    boxes: dict[str, BoxPair] = {"delta_norm": (norm, norm)}
-    for kinds in (("delta_head",), CONV_PARTS, (*projections[0], *projections[1])):
-        base = 0
-        for kind in kinds:
-            size = sizes[kind][0] // of_layer.count
-            mine = of_layer.index * size, (of_layer.index + 1) * size
-            boxes[kind] = rows(base, base + size, sizes[kind]), rows(*mine, sizes[kind])
-            base += size
-    before = boxes[projections[1][0]][0][0][0]
-    for kind in projections[1]:
-        (start, stop), *rest = boxes[kind][0]
-        boxes[f"{kind}.alone"] = ((start - before, stop - before), *rest), boxes[kind][1]
-    size = sizes["delta_o"][1] // of_layer.count
-    mine = of_layer.index * size, (of_layer.index + 1) * size
-    return boxes | {"delta_o": (columns(0, size, sizes["delta_o"]), columns(*mine, sizes["delta_o"]))}
 
 
 def list_parts(kind: str) -> list[tuple[str, str]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement of logical tensors in rollout engines.
+"""Placement of logical tensors in rollout engines, and the models that engines refuse.
 
 * vLLM, per TP rank: `qkv_proj = [q; k; v]` with KV heads replicated if tp > KV heads, `gate_up_proj = [gate; up]`,
   vocabulary rows padded to a multiple of 64, tied embeddings once; all experts on every rank, per layer `w13_weight`
@@ -13,17 +13,82 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
+from megatron_rl.extension.registry import find_engine, name_engines
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.family import FAMILIES
 from megatron_rl.weights.packed_experts import is_packed
 from megatron_rl.weights.placement_tables import PlacementTable, Share, TableRows, list_parts, split_boxes
 from megatron_rl.weights.shard_box import ShardBox, full_box
 
+if TYPE_CHECKING:
+    from megatron_rl.weights.adapters import AdapterShape
+
+LARGEST_RANK = 512  # largest buffer of vLLM for adapters
 VLLM_VOCAB_MULTIPLE = 64
 VLLM_PADDED_PARAMETERS = ("model.embed_tokens.weight", "model.embedding.weight", "lm_head.weight")
 # gpt-oss: checkpoint name -> vLLM's name.
 _RENAMED = {"model.embed_tokens": "model.embedding", ".self_attn.": ".attn."}
+
+
+def check_engine(
+    shape: ModelShape, engine: str, quantization: str = "none", adapters: AdapterShape | None = None
+) -> None:
+    """Refuse a model, a quantization or separate `adapters` that the engine does not support (UserError)."""
+    supports = find_engine(engine).has
+    if shape.delta_net is not None and not supports("delta_nets"):
+        raise UserError(
+            f"rollout.engine = {engine!r} with a {shape.family} model: its cache holds keys and values, no states",
+            source="rollout.engine and the model's config.json",
+            expected=name_engines("delta_nets"),
+            hint=f"set rollout.engine={name_engines('delta_nets')}; on a CPU, one that serves it there",
+        )
+    if quantization != "none" and (shape.num_experts or shape.delta_net is not None):
+        raise UserError(
+            f"rollout.quantization={quantization} with "
+            + ("a mixture of experts" if shape.num_experts else f"a {shape.family} model"),
+            source="rollout.quantization",
+            expected="a dense model whose layers attend: kernels of experts take no codes with a scale per row, and "
+            "linear attention is not tried",
+            hint="set rollout.quantization=none",
+        )
+    if adapters is not None and adapters.rank > LARGEST_RANK:
+        raise UserError(
+            f"vLLM serves adapters up to rank {LARGEST_RANK}, these have {adapters.rank}",
+            source="actor.lora.rank and hybrid.lora",
+            expected=f"at most {LARGEST_RANK}",
+            hint="set hybrid.lora=merge",
+        )
+    if adapters is not None and adapters.has_experts:
+        raise UserError(
+            "adapters of experts, which are not written into vLLM's own buffers",
+            source="actor.lora.target_modules and hybrid.lora",
+            expected="hybrid.lora=merge, or adapters of attention alone",
+            hint="set hybrid.lora=merge",
+        )
+    if not FAMILIES[shape.family].has_sinks:
+        return
+    if not supports("sinks"):
+        raise UserError(
+            f"rollout.engine = {engine!r} with a {shape.family} model, whose heads have sinks and whose "
+            "experts are packed in files",
+            source="rollout.engine and the model's config.json",
+            expected=f"{name_engines('sinks')} for this family",
+            hint=f"set rollout.engine={name_engines('sinks')}",
+        )
+    from megatron_rl.weights.rope import YarnScaling
+
+    is_published = shape.sliding_layers == tuple(range(0, shape.num_layers, 2)) and shape.rms_norm_eps == 1e-5
+    if not supports("any_sinks") and not (is_published and isinstance(shape.rope_scaling, YarnScaling)):
+        raise UserError(
+            f"rollout.engine = {engine!r} with a {shape.family} model of windows in the layers {shape.sliding_layers}, "
+            f"an epsilon of {shape.rms_norm_eps} and {shape.rope_scaling}",
+            source="rollout.engine and the model's config.json",
+            expected="windows in every other layer from the first on, an epsilon of 1e-5, and yarn, as published",
+            hint=f"set rollout.engine={name_engines('any_sinks')}",
+        )
 
 
 def huggingface_placements(shape: ModelShape) -> list[ShardBox]:

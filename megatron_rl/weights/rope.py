@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scalings of rotary frequencies, as in config.json (`rope_type`); `models/rotary.py` has the formulas.
+"""Scalings of rotary frequencies, as in config.json (`rope_type`).
 
 Scalings that change with sequence length are supported as far as trainer and engines agree: "longrope" up to the
 context of pretraining (its short factors), "dynamic" never, as vLLM uses one base for all lengths.
@@ -10,7 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.weights.family import rope_type_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,52 @@ def compute_yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def rope_type_of(rope: Mapping[str, Any]) -> str:
-    """Return the type of scaling in config.json."""
-    return rope.get("rope_type") or rope.get("type") or "default"
+def scale_frequencies(periods: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
+    """Return the scaled frequencies [d/2] in float32, and the factor of all cosines and sines.
+
+    Args:
+        periods: [d/2] float32, theta^(2i/d).
+    """
+    import torch
+
+    match scaling:
+        case LinearScaling():
+            return 1.0 / periods / scaling.factor, 1.0
+        case Llama3Scaling():
+            turns = scaling.original_max_position_embeddings * (1.0 / periods) / (2 * math.pi)
+            kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+            kept = kept.clamp(0, 1)
+            return 1.0 / periods * (kept + (1 - kept) / scaling.factor), 1.0
+        case YarnScaling():
+            first, last = (
+                len(periods)
+                * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
+                / math.log(theta)
+                for turns in (scaling.beta_fast, scaling.beta_slow)
+            )
+            if scaling.truncates:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, 2 * len(periods) - 1)
+            numbers = torch.arange(len(periods), dtype=torch.float32, device=periods.device)
+            divided = ((numbers - first) / ((last - first) or 0.001)).clamp(0, 1)
+            return 1.0 / (scaling.factor * periods) * divided + 1.0 / periods * (1 - divided), scaling.attention_factor
+        case LongropeScaling():
+            factors = torch.tensor(scaling.short_factor, dtype=torch.float32, device=periods.device)
+            return 1.0 / (factors * periods), scaling.attention_factor
 
 
-def read_rope_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[RopeScaling | None, int]:
+def list_conditions(scaling: RopeScaling, rotated: int) -> dict[str, bool]:
+    """Return the conditions of a scaling for `rotated` channels, in words, and whether each holds."""
+    if isinstance(scaling, Llama3Scaling):
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        return {f"low_freq_factor = {low} and high_freq_factor = {high}": low < high}
+    if isinstance(scaling, LongropeScaling):
+        count = len(scaling.short_factor)
+        return {f"{count} numbers in short_factor for {rotated} channels": 2 * count == rotated}
+    return {}
+
+
+def read_rope_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[RopeScaling, int]:
     """Parse the scaling, and the number of positions it supports.
 
     Args:
@@ -84,10 +129,8 @@ def read_rope_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> tup
     Raises:
         KeyError: a number is missing.
     """
-    kind, longest = rope_type_of(rope), config["max_position_embeddings"]
-    if kind == "default":
-        return None, longest
-    scaling = _READERS[kind](rope, config)
+    longest = config["max_position_embeddings"]
+    scaling = _READERS[rope_type_of(rope)](rope, config)
     if isinstance(scaling, LongropeScaling):
         return scaling, min(longest, _read_original_length(rope, config))
     if isinstance(scaling, YarnScaling):  # if added by hand, the config still has the old length
@@ -143,10 +186,14 @@ def restore_rope_scaling(saved: Mapping[str, Any]) -> RopeScaling:
 
 
 def is_served(rope: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return whether trainer and engines agree on a scaling; longrope needs the factors that vLLM derives."""
+    """Return whether trainer and engines agree on a scaling; longrope needs the factors that vLLM derives.
+
+    Args:
+        rope: `rope_parameters` or `rope_scaling` of config.json, with a type.
+    """
     kind = rope_type_of(rope)
     if kind not in ("longrope", "su"):
-        return kind == "default" or kind in _READERS
+        return kind in _READERS
     expected = _read_longrope(rope, config)
     ratio = config["max_position_embeddings"] / _read_original_length(rope, config)
     return rope.get("factor") in (None, ratio) and rope.get("attention_factor") in (None, expected.attention_factor)

@@ -1,77 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of models against layouts and engines."""
+"""Checks of models against layouts that split them, and against router replay."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_rl.extension.registry import find_engine, name_engines
 from megatron_rl.types import UserError
-from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.family import FAMILIES
-from megatron_rl.weights.rope import YarnScaling
 
 if TYPE_CHECKING:
     from megatron_rl.parallel.layout import ParallelLayout
-
-LARGEST_RANK = 512  # largest buffer of vLLM
-
-
-def check_engine(
-    shape: ModelShape, engine: str, quantization: str = "none", adapters: AdapterShape | None = None
-) -> None:
-    """Refuse a model, a quantization or separate `adapters` that the engine does not support (UserError)."""
-    supports = find_engine(engine).has
-    if shape.delta_net is not None and not supports("delta_nets"):
-        raise UserError(
-            f"rollout.engine = {engine!r} with a {shape.family} model: its cache holds keys and values, no states",
-            source="rollout.engine and the model's config.json",
-            expected=name_engines("delta_nets"),
-            hint=f"set rollout.engine={name_engines('delta_nets')}; on a CPU, one that serves it there",
-        )
-    if quantization != "none" and (shape.num_experts or shape.delta_net is not None):
-        raise UserError(
-            f"rollout.quantization={quantization} with "
-            + ("a mixture of experts" if shape.num_experts else f"a {shape.family} model"),
-            source="rollout.quantization",
-            expected="a dense model whose layers attend: kernels of experts take no codes with a scale per row, and "
-            "linear attention is not tried",
-            hint="set rollout.quantization=none",
-        )
-    if adapters is not None and adapters.rank > LARGEST_RANK:
-        raise UserError(
-            f"vLLM serves adapters up to rank {LARGEST_RANK}, these have {adapters.rank}",
-            source="actor.lora.rank and hybrid.lora",
-            expected=f"at most {LARGEST_RANK}",
-            hint="set hybrid.lora=merge",
-        )
-    if adapters is not None and adapters.has_experts:
-        raise UserError(
-            "adapters of experts, which are not written into vLLM's own buffers",
-            source="actor.lora.target_modules and hybrid.lora",
-            expected="hybrid.lora=merge, or adapters of attention alone",
-            hint="set hybrid.lora=merge",
-        )
-    if not FAMILIES[shape.family].has_sinks:
-        return
-    if not supports("sinks"):
-        raise UserError(
-            f"rollout.engine = {engine!r} with a {shape.family} model, whose heads have sinks and whose "
-            "experts are packed in files",
-            source="rollout.engine and the model's config.json",
-            expected=f"{name_engines('sinks')} for this family",
-            hint=f"set rollout.engine={name_engines('sinks')}",
-        )
-    is_published = shape.sliding_layers == tuple(range(0, shape.num_layers, 2)) and shape.rms_norm_eps == 1e-5
-    if not supports("any_sinks") and not (is_published and isinstance(shape.rope_scaling, YarnScaling)):
-        raise UserError(
-            f"rollout.engine = {engine!r} with a {shape.family} model of windows in the layers {shape.sliding_layers}, "
-            f"an epsilon of {shape.rms_norm_eps} and {shape.rope_scaling}",
-            source="rollout.engine and the model's config.json",
-            expected="windows in every other layer from the first on, an epsilon of 1e-5, and yarn, as published",
-            hint=f"set rollout.engine={name_engines('any_sinks')}",
-        )
 
 
 def check_training_layout(
@@ -123,8 +61,8 @@ def check_training_layout(
 
 
 def check_router_replay(shape: ModelShape, source: str) -> None:
-    """Refuse router replay for a dense model (UserError)."""
-    if source != "off" and not shape.num_experts:
+    """Refuse router replay from `source` for a dense model (UserError)."""
+    if not shape.num_experts:
         raise UserError(
             f"actor.router_replay = {source!r}, and the model has no routers",
             source="actor.router_replay and the model's config.json",
@@ -150,3 +88,28 @@ def _fits_engine(shape: ModelShape, tp_size: int) -> bool:
     kv, net = shape.num_kv_heads, shape.delta_net
     sizes = (shape.num_heads, *shape.ffn_sizes().values(), *((net.key_heads,) if net else ()))
     return all(size % tp_size == 0 for size in sizes) and (kv % tp_size == 0 or tp_size % kv == 0)
+
+
+def _divides(num_heads: int, num_kv_heads: int, cp_size: int) -> bool:
+    return num_heads % cp_size == 0 and (num_kv_heads % cp_size == 0 or cp_size % num_kv_heads == 0)
+
+
+def check_context_parallel(
+    num_heads: int, num_kv_heads: int, tp_size: int, cp_size: int, *, section: str = "actor"
+) -> None:
+    """Raise UserError if the context parallel size does not fit the model's heads.
+
+    Args:
+        num_heads, num_kv_heads: of the whole model, divisible by `tp_size`.
+        section: config section, for the error.
+    """
+    heads, kv_heads = num_heads // tp_size, num_kv_heads // tp_size
+    if not _divides(heads, kv_heads, cp_size):
+        allowed = [size for size in range(1, heads + 1) if _divides(heads, kv_heads, size)]
+        raise UserError(
+            f"context_parallel_size {cp_size} cannot divide the {heads} query heads and {kv_heads} KV heads of a "
+            f"tensor parallel rank ({num_heads} and {num_kv_heads} of the model over tp = {tp_size})",
+            source=f"{section}.context_parallel_size, {section}.tensor_model_parallel_size and the model's config.json",
+            expected=f"one of {allowed}: it divides the query heads, and divides the KV heads or is a multiple of them",
+            hint=f"set {section}.context_parallel_size to one of these, or change the tensor parallel size",
+        )

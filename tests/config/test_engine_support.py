@@ -24,8 +24,9 @@ from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import RoleInputs, check_bitwise, check_machine, resolve
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import DeltaNetSizes, ModelShape
-from megatron_rl.weights.support import check_engine
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.rollout_layout import check_engine
+from megatron_rl.weights.special_parts import DeltaNetSizes
 
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]
 TRUNCATE = "algorithm.importance_sampling=token-truncate"

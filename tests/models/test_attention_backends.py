@@ -19,13 +19,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_rl.models.attention_backends import (
-    Segments,
-    attend,
-    build_segments,
-    choose_attention_backend,
-    find_kernel_failure,
-)
+from megatron_rl.models.attention_backends import attend, build_segments, choose_attention_backend
+from megatron_rl.models.attention_kernels import find_kernel_failure
+from megatron_rl.models.segments import Segments
 from megatron_rl.samples.prefix import build_segment_keys
 
 HEAD_DIM = 16

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from megatron_rl.models.attention_backends import Segments, build_segments
+from megatron_rl.models.attention_backends import build_segments
 from megatron_rl.models.delta_rule import (
     apply_delta_rule,
     apply_kernel,
@@ -28,6 +28,7 @@ from megatron_rl.models.delta_rule import (
     convolve,
     find_kernel_failure,
 )
+from megatron_rl.models.segments import Segments
 from megatron_rl.samples.prefix import build_segment_keys
 
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH = 2, 4, 8, 6, 4

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from megatron_rl.models.gated_activation import GatedActivation
+from megatron_rl.models.experts import ClampedActivation
+from megatron_rl.models.layer_parts import GatedActivation
 
 
 def write_out(gate_and_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
@@ -28,7 +29,7 @@ def test_bits_of_the_formula(shape: tuple[int, ...], is_gelu: bool, dtype: torch
     generator = torch.Generator().manual_seed(0)
     values = (4 * torch.randn(shape, generator=generator)).to(dtype).requires_grad_()
     gradient = torch.randn((*shape[:-1], shape[-1] // 2), generator=generator).to(dtype)
-    config: Any = SimpleNamespace(activation_func=F.gelu if is_gelu else F.silu, activation_func_clamp_value=None)
+    config: Any = SimpleNamespace(activation_func=F.gelu if is_gelu else F.silu)
     found, expected = GatedActivation(config)(values), write_out(values, is_gelu)
     assert torch.equal(found, expected)
     (of_found,), (of_expected,) = (torch.autograd.grad(x, values, gradient) for x in (found, expected))
@@ -41,8 +42,7 @@ def test_clamped_gates_are_those_of_transformers() -> None:
     gate, up = values.chunk(2, -1)
     of_experts: Any = SimpleNamespace(limit=7.0, alpha=1.702)
     expected = GptOssExperts._apply_gate(of_experts, torch.stack([gate, up], -1).flatten(-2))
-    config: Any = SimpleNamespace(activation_func=F.silu, activation_func_clamp_value=7.0)
-    found = GatedActivation(config)(values)
+    found = ClampedActivation(7.0)(values)
     assert (found - expected).abs().max() < 1e-13
     (of_found,), (of_expected,) = (torch.autograd.grad(x.sum(), values, retain_graph=True) for x in (found, expected))
     assert (of_found - of_expected).abs().max() < 1e-13
@@ -52,7 +52,7 @@ def test_clamped_gates_are_those_of_transformers() -> None:
 def test_it_keeps_its_input_only() -> None:
     kept: list[int] = []
     values = torch.randn(6, 8, requires_grad=True)
-    config: Any = SimpleNamespace(activation_func=F.silu, activation_func_clamp_value=None)
+    config: Any = SimpleNamespace(activation_func=F.silu)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()), lambda x: x):
         GatedActivation(config)(values)
     assert kept == [values.data_ptr()]

@@ -33,8 +33,8 @@ from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.token_heads import LogprobHead
 from megatron_rl.types import Branch, UserError
 from megatron_rl.weights.families import Head
-from megatron_rl.weights.family import SigmoidRouter
 from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.special_parts import SigmoidRouter
 from tiny_models import VOCAB_SIZE, draw_tokens, save_tiny_model
 
 LENGTHS = [10, 7, 23, 5, 1, 9, 2, 30]

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.models.stages import ScoreHead, gather_for_shards
+from megatron_rl.models.other_stages import ScoreHead
+from megatron_rl.models.stages import gather_for_shards
 from megatron_rl.models.transformer_config import build_transformer_config
 from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_logprobs_and_entropy
 from megatron_rl.parallel.layout import ParallelLayout

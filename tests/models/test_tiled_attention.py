@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.models.attention_backends import Segments, attend, attend_in_tiles, build_segments, build_tiles
+from megatron_rl.models.attention_backends import attend, build_segments
+from megatron_rl.models.attention_kernels import attend_in_tiles, build_tiles
+from megatron_rl.models.segments import Segments
 
 LENGTHS = [1, 5, 31, 32, 33, 64, 100, 257, 600]
 SHAPES = [(4, 2, 32), (8, 8, 64), (3, 1, 8)]  # heads of queries, of keys and values, and their dimension

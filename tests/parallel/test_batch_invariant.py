@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from megatron_rl.parallel import batch_invariant
-from megatron_rl.parallel.batch_invariant import find_variance, multiply
+from megatron_rl.parallel.batch_invariant import compute_all_logprobs, find_variance, multiply
 from megatron_rl.parallel.vocab_parallel import (
-    compute_all_logprobs,
     compute_summary,
     find_vocab_shard,
     merge_summaries,

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distributed import run_ranks
+from megatron_rl.parallel.chunked_divergence import compute_linear_sum_pi_squared
 from megatron_rl.parallel.chunked_logprobs import (
     OutputSoftmax,
     compute_linear_logprobs_and_entropy,
-    compute_linear_sum_pi_squared,
 )
 
 NUM_TOKENS, HIDDEN_SIZE = 14, 8

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
+from megatron_rl.parallel.chunked_divergence import compute_linear_sum_pi_squared
 from megatron_rl.parallel.chunked_logprobs import (
     OutputSoftmax,
     compute_linear_logprobs_and_entropy,
-    compute_linear_sum_pi_squared,
 )
 from megatron_rl.parallel.vocab_parallel import PackedKeptSets
 from megatron_rl.types import KeptSets

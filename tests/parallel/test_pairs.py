@@ -28,7 +28,7 @@ def open_world(timeout: float = 20.0) -> tuple[dist.ProcessGroup, pairs.Pair]:
     """The pair of two ranks."""
     group = collectives.world()
     pairs.open_pair(group, timedelta(seconds=timeout))
-    pair = pairs.find_pair(group, 1000)
+    pair = collectives.find_pair(group, 1000)
     assert pair is not None
     return group, pair
 
@@ -97,7 +97,7 @@ def test_what_does_not_fit_goes_to_gloo() -> None:
         high = torch.tensor(float(rank))
         pairs.all_reduce(large, group=group)
         pairs.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-        return [pairs.find_pair(group, 1) is None, large[-1].item(), high.item()]
+        return [collectives.find_pair(group, 1) is None, large[-1].item(), high.item()]
 
     assert run_ranks(reduce, 2, timeout=60) == [[False, 1.0, 1.0]] * 2
     assert run_ranks(reduce, 3, timeout=60) == [[True, 3.0, 2.0]] * 3

@@ -15,7 +15,7 @@ import sys
 import pytest
 import torch
 
-from megatron_rl.models.gated_activation import _GatedActivation
+from megatron_rl.models.layer_parts import _GatedActivation
 from megatron_rl.models.rotary import compute_rotary_table
 from megatron_rl.parallel import kernels as choice
 from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_logprobs_and_entropy

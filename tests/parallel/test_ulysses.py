@@ -12,9 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from distributed import run_ranks
-from megatron_rl.parallel.layout import check_context_parallel
-from megatron_rl.parallel.ulysses import combine_shards, exchange_to_heads, exchange_to_tokens, shard_rows
+from megatron_rl.models.stages import combine_shards
+from megatron_rl.parallel.layout import shard_rows
+from megatron_rl.parallel.ulysses import exchange_to_heads, exchange_to_tokens
 from megatron_rl.types import UserError
+from megatron_rl.weights.support import check_context_parallel
 
 HEAD_DIM = 4
 TOKENS = 8

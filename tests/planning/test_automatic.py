@@ -7,6 +7,7 @@ Not covered: whether the choice is the fastest on a cluster; runs of it are in t
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,6 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.planning.admission import list_candidates, read_job
 from megatron_rl.planning.cluster import Job, describe_cluster, find_host
-from megatron_rl.planning.communication import Assumptions
 from megatron_rl.run import session
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import resolve
@@ -26,6 +26,7 @@ from megatron_rl.run.session import Prepared
 from megatron_rl.types import UserError
 from tools.planning import automatic
 from tools.planning.automatic import choose_layout
+from tools.planning.communication import Assumptions, predict_seconds
 
 RECIPE = Path(__file__).resolve().parents[2] / "launch/recipes/qwen2.5_7b_gsm8k.yaml"
 LONG_TAIL = ["layout.lengths=lognormal:1500,1.2", "data.max_response_length=15872", "data.train_batch_size=64"]
@@ -42,7 +43,7 @@ def test_the_first_of_the_plan_is_taken(tmp_path: Path) -> None:
     config, lines = choose(slow)
     given = load_config(RECIPE, [slow]).config
     job = read_job(given, resolve(given), describe_cluster(8, 80), RECIPE)
-    best = list_candidates(job, Assumptions())[0]
+    best = list_candidates(job, partial(predict_seconds, Assumptions()))[0]
     assert config == best.job.config != given and config.layout.mode == "given"
     [line] = lines
     assert f"layout auto: {' '.join(best.choice.overrides(job))}: the fastest by prediction" in line

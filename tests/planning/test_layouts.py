@@ -6,20 +6,22 @@ Not covered: whether the ranking is that of real steps; seconds are predictions 
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from megatron_rl.planning.admission import check_job, describe_choice, find_nearest, find_problem, list_candidates
 from megatron_rl.planning.cluster import GIB, Job
-from megatron_rl.planning.communication import Assumptions
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.types import UserError
 from planning_jobs import make_job, published_shape, small_shape
+from tools.planning.communication import Assumptions, predict_seconds
 
 ASSUMED = Assumptions()
 
 
 def candidates(job: Job) -> list:
-    return list_candidates(job, ASSUMED)
+    return list_candidates(job, partial(predict_seconds, ASSUMED))
 
 
 @pytest.mark.parametrize(

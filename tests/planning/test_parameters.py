@@ -24,8 +24,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_bytes, list_chunks
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.mtp import Mtp
-from megatron_rl.weights.adapters import make_adapter_shape
-from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.model_config import find_adapters, load_model_shape
 from megatron_rl.weights.nf4 import QuantizedMatrix
 from tiny_models import save_tiny_model
 
@@ -146,7 +145,7 @@ def test_bytes_are_those_of_a_real_actor(name: str, paths: dict[str, Path]) -> N
     family, case = CASES[name]
     shape, layout = load_model_shape(paths[family]), ParallelLayout(case.world_size, **case.sizes)
     is_quantized = case.actor.get("quantization") == "nf4"
-    adapters = make_adapter_shape(shape, case.actor.get("lora", LoraConfig()), "actor", is_quantized=is_quantized)
+    adapters = find_adapters(shape, case.actor.get("lora", LoraConfig()), "actor", is_quantized=is_quantized)
     for rank, (found, names) in enumerate(run_ranks(_measure_rank, case.world_size, case, paths[family])):
         planned = compute_role_bytes(
             shape,

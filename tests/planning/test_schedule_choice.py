@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.planning.communication import Assumptions
 from planning_jobs import make_job, published_shape
+from tools.planning.communication import Assumptions
 from tools.planning.lengths import make_lognormal
 from tools.planning.schedule_choice import Option, ScheduleChoice, choose_schedule, recommend
 from tools.planning.schedules import Schedule, ScheduleTimes

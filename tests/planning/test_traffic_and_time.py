@@ -13,7 +13,10 @@ import pytest
 
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
-from megatron_rl.planning.communication import (
+from megatron_rl.planning.memory import compute_memory
+from megatron_rl.planning.parameters import compute_role_bytes, list_chunks
+from planning_jobs import PREFIXED, make_job, published_shape, small_shape
+from tools.planning.communication import (
     ACROSS,
     WITHIN,
     Assumptions,
@@ -25,9 +28,6 @@ from megatron_rl.planning.communication import (
     list_traffic,
     predict_step,
 )
-from megatron_rl.planning.memory import compute_memory
-from megatron_rl.planning.parameters import compute_role_bytes, list_chunks
-from planning_jobs import PREFIXED, make_job, published_shape, small_shape
 from tools.planning.switch import plan_switch
 
 ASSUMED = Assumptions(mean_response=0.5, mean_prompt=0.25)

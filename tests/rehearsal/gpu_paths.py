@@ -41,7 +41,7 @@ from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.servers import served
 from megatron_rl.engines.servers.server_apis import SglangServer, VllmServer
 from megatron_rl.engines.vllm.vllm_settings import fit_to_device
-from megatron_rl.models import attention_backends
+from megatron_rl.models import attention_backends, attention_kernels
 from megatron_rl.parallel.collectives import Process, current_device, init_distributed, memory_in_use
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.planning.cluster import find_cluster
@@ -52,7 +52,7 @@ from megatron_rl.training.fast_path import find_fast_paths
 from megatron_rl.training.policy_engine import PolicyEngine
 from megatron_rl.training.profiling import StepProfiler
 from megatron_rl.training.step import check_step_mode
-from megatron_rl.transfer import pull
+from megatron_rl.transfer import transports
 from megatron_rl.transfer.executor import Resharder
 from megatron_rl.types import UserError
 from tools.replay import replaying
@@ -147,7 +147,7 @@ def share() -> str:
         patch("torch.multiprocessing.reductions.reduce_tensor", lambda tensor: f"recipe of {tensor}"),
         patch.object(torch, "empty", lambda *sizes, **options: empty),
     ):
-        return pull._share(storage)
+        return transports._share(storage)
 
 
 def barrier() -> int:
@@ -162,10 +162,11 @@ def kernels() -> list[str]:
     """Return the fastest available kernels, and the missing ones."""
     attention_backends.choose_attention_backend.cache_clear()
     with patch.object(
-        attention_backends, "find_kernel_failure", lambda name, *rest: None if name == "efficient" else ""
+        attention_kernels, "find_kernel_failure", lambda name, *rest: None if name == "efficient" else ""
     ):
-        found = [attention_backends.choose_attention_backend(CUDA, torch.bfloat16)]
-        paths = find_fast_paths(TrainedConfig(), "bfloat16", "local", 2)
+        choose = attention_backends.choose_attention_backend
+        found = {choose(device, torch.bfloat16) for device in (CUDA, torch.device("cuda"))}
+    paths = find_fast_paths(TrainedConfig(), "bfloat16", "local", 2)
     return [*found, *(path.part for path in paths if not path.is_fast)]
 
 

@@ -27,17 +27,15 @@ from rl_runs import overrides_for, read_records, train
 
 needs_debugpy = pytest.mark.skipif(importlib.util.find_spec("debugpy") is None, reason="debugpy is not installed")
 PROGRAM = """
-import logging
 import sys
 from pathlib import Path
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.guard import Guard
-from megatron_rl.run.watchdog import Watched
 from megatron_rl.observability.timers import PhaseTimers
 
 config = wait_for_debugger(load_config(Path(sys.argv[1]), []).config)
-guard = Guard(Watched(0, 1, PhaseTimers(), 1.0, Path("log"), logging.getLogger()), None, lambda: None)
+guard = Guard(0, PhaseTimers(), Path("log"), None, lambda: None)
 for step in range(1, 4):
     guard.stop_in_debugger(config.trainer, step)
     doubled = 2 * step

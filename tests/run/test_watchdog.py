@@ -23,7 +23,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from megatron_rl.observability.progress import log_path, open_rank_log
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel import pairs
+from megatron_rl.parallel import collectives, pairs
 from megatron_rl.parallel.collectives import broadcast_tensors, open_store, world
 from megatron_rl.run.opening import StopRequest
 from megatron_rl.run.watchdog import Watchdog, Watched
@@ -122,7 +122,7 @@ def test_a_rank_that_waits_in_shared_memory_is_seen(operation: str, tmp_path: Pa
 
     def wait_in_pair(rank: int, timers: PhaseTimers) -> None:
         pairs.open_pair(world(), timedelta(seconds=20))
-        assert pairs.find_pair(world(), 8) is not None
+        assert collectives.find_pair(world(), 8) is not None
         with timers.phase("update"):
             if rank == 0:
                 time.sleep(60)

@@ -142,9 +142,8 @@ def test_probes_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes.probe_products()["torch.float32 error"] < 1e-5
     found = probes.probe_attention()
     assert found["sdpa torch.float32 error"] < 1e-5 < found["sdpa torch.bfloat16 error"]
-    right = attention_backends._BACKENDS["sdpa"]
-    wrong = {"sdpa": lambda query, key, value, segments, scale: right(query, key, value, segments, 1.05 * scale)}
-    monkeypatch.setattr(attention_backends, "_BACKENDS", wrong)
+    right = attention_backends._attend_sdpa
+    monkeypatch.setattr(attention_backends, "_attend_sdpa", lambda *args: right(*args[:4], 1.05 * args[4], args[5]))
     with pytest.raises(probes.WrongAnswer, match="attention by sdpa in torch.float32 is off by"):
         probes.probe_attention()
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import ActorConfig
-from megatron_rl.models import gpt
-from megatron_rl.training import fast_path
+from megatron_rl.models import attention_kernels, gpt
 from megatron_rl.training.fast_path import FastPath, find_fast_paths, find_kernels, format_table
 from megatron_rl.types import UserError
 
@@ -32,11 +31,11 @@ def test_overlap_is_a_matter_of_data_parallelism() -> None:
 def test_what_is_installed_and_fails_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel fails without a GPU: torch's own, and a Transformer Engine that cannot be imported."""
 
-    def fail(has_cuda: bool) -> str:
+    def fail() -> str:
         return "OSError: libtransformer_engine.so: cannot open shared object file"
 
-    for module in (fast_path, gpt):
-        monkeypatch.setattr(module, "find_transformer_engine_failure", fail)
+    monkeypatch.setattr(attention_kernels, "find_transformer_engine_failure", fail)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     by_part = {path.part: path for path in find_kernels("bfloat16", "auto", torch.device("cuda"))}
     assert by_part["attention"].active == "sdpa" and by_part["layers"].active == "megatron-core's own"
     assert by_part["softmax, SwiGLU"].active == "torch's operations"

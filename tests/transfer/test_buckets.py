@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.transfer.buckets import cut_into_buckets, split_op
 from megatron_rl.transfer.planner import TransferOp
+from megatron_rl.transfer.transports import cut_into_buckets, split_op
 from megatron_rl.weights.shard_box import box_shape
 from shards import count_writes
 

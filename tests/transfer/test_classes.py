@@ -74,12 +74,12 @@ def test_tables_do_not_grow_with_replicas(monkeypatch: pytest.MonkeyPatch) -> No
         make = getattr(switch, name)
         monkeypatch.setattr(switch, name, lambda *args, **sizes: (calls.update([name]), make(*args, **sizes))[1])
 
-    count("training_placements")
+    count("megatron_placements")
     count("vllm_placements")
     for dp in (2, 16, 128):
         layout = ParallelLayout(8 * dp, tp_size=2, pp_size=4, ep_size=2)
         source, destination = switch.build_shards(SHAPES[2], layout, 4)
-        assert calls == {"training_placements": 2 * 4 * 2, "vllm_placements": 4}
+        assert calls == {"megatron_placements": 2 * 4 * 2, "vllm_placements": 4}
         assert sorted(rank for shard in source for rank in shard.ranks) == list(range(layout.world_size))
         # Per stage norms of two sizes, router, q, k, v, o; embedding and head; gate, up, down per stage and EP rank.
         classes = set(find_classes(TensorIndex(source), TensorIndex(destination)).values())

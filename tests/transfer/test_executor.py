@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.transfer import buckets, executor, pull
+from megatron_rl.transfer import executor, transports
 from megatron_rl.transfer.executor import Resharder, Transport
-from megatron_rl.transfer.planner import RankPlan, group_shards, plan_rank
+from megatron_rl.transfer.planner import Planner, RankPlan, group_shards
 from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import ShardBox, rows
 from shards import (
@@ -53,13 +53,13 @@ def spy_on_rounds(rounds: list[tuple[int, int]]) -> None:
         rounds.append((totals[0], totals[1]))
         return exchange(works)
 
-    buckets.dist.batch_isend_irecv = counted
+    transports.dist.batch_isend_irecv = counted
 
 
 def plan_tables(rank: int, source: list[list[ShardBox]], destination: list[list[ShardBox]]) -> RankPlan:
     """This rank's plan; every rank is a shard of its own."""
     sides = (group_shards(lambda r, t=table: t[r], lambda r: r, range(len(table))) for table in (source, destination))
-    return plan_rank(rank, *sides, ranks_per_node=len(source))
+    return Planner(*sides, ranks_per_node=len(source)).plan(rank)
 
 
 def reshard(
@@ -171,7 +171,7 @@ def refuse_to_map(rank: int, world_size: int, transport: str) -> str:
         raise RuntimeError("CUDA error: peer access is not supported between these two devices\nmore lines")
 
     if rank == 0:
-        pull.map_params = fail
+        transports.map_params = fail
     shape = make_shape()
     source = place_megatron(shape, ParallelLayout(world_size, tp_size=2))
     destination = place_vllm(shape, world_size, 1)
@@ -306,7 +306,7 @@ def test_pull_without_shared_memory_is_refused_everywhere() -> None:
     """One rank that lacks room is enough; `auto` takes buckets instead."""
 
     def work(rank: int, world_size: int) -> tuple[str, str]:
-        pull.missing_shared_memory = lambda params, ranks_per_node: (5 << 20) * (rank == 1)
+        transports.missing_shared_memory = lambda params, ranks_per_node: (5 << 20) * (rank == 1)
         shape = make_shape()
         source, destination = place_megatron(shape, ParallelLayout(2, pp_size=2)), place_vllm(shape, 2, 1)
         arguments = (

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.classes import Shard
-from megatron_rl.transfer.planner import Planner, RankPlan, TransferOp, group_shards, plan_rank
+from megatron_rl.transfer.planner import Planner, RankPlan, TransferOp, group_shards
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect, rows
 from rank_plans import plan_all
@@ -241,7 +241,7 @@ def test_a_rank_alone_plans_what_all_plan_together() -> None:
     destination = place_vllm(SHAPES["qwen3_moe"], WORLD, 4)
     together = make_plans(source, destination)
     for rank in (6, 1):
-        alone = plan_rank(rank, as_shards(source), as_shards(destination), ranks_per_node=4)
+        alone = Planner(as_shards(source), as_shards(destination), ranks_per_node=4).plan(rank)
         assert alone == together[rank]
         assert list(alone.receives) == sorted(alone.receives) and list(alone.sends) == sorted(alone.sends)
 
@@ -323,7 +323,7 @@ def test_what_the_fixed_order_of_shards_overlaps(rollout_tp: int, num_overlappin
     training tp / rollout tp would all keep theirs; docs/resharding.md gives the reason against it.
     """
     source, destination = build_shards(LLAMA_70B, ParallelLayout(8, tp_size=8), rollout_tp)
-    matrices = [plan_rank(rank, source, destination, ranks_per_node=8).local for rank in range(8)]
+    matrices = [Planner(source, destination, ranks_per_node=8).plan(rank).local for rank in range(8)]
     keep = [any(op.hf_name.endswith("0.mlp.up_proj.weight") for op in local) for local in matrices]
     assert sum(keep) == num_overlapping
 
@@ -336,7 +336,7 @@ def test_a_70b_model_on_1024_ranks_is_planned_in_little_memory(rollout_tp: int) 
     """
     tracemalloc.start()
     source, destination = build_shards(LLAMA_70B, ParallelLayout(1024, tp_size=8, pp_size=8), rollout_tp)
-    plan = plan_rank(517, source, destination, ranks_per_node=8)
+    plan = Planner(source, destination, ranks_per_node=8).plan(517)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 200e6
@@ -402,8 +402,8 @@ def test_a_source_that_does_not_cover_is_refused(source: Tables, reason: str) ->
     """The message names tensor, box, rank and parameter; ranks that plan nothing wrong do not notice."""
     shards = as_shards(source + [[]] * (3 - len(source))), [Shard((2,), (rows_of(0, 6),))]
     with pytest.raises(ValueError, match=rf"t\[\(0, 6\), \(0, 2\)\] for rank 2 parameter p: {reason}"):
-        plan_rank(2, *shards, ranks_per_node=4)
-    assert incoming(plan_rank(1, *shards, ranks_per_node=4)) == []
+        Planner(*shards, ranks_per_node=4).plan(2)
+    assert incoming(Planner(*shards, ranks_per_node=4).plan(1)) == []
 
 
 def test_source_boxes_that_overlap_elsewhere_do_no_harm() -> None:
@@ -417,4 +417,4 @@ def test_source_boxes_that_overlap_elsewhere_do_no_harm() -> None:
 def test_a_rank_in_two_shards_is_refused() -> None:
     shard = Shard((0, 1), (rows_of(0, 2),))
     with pytest.raises(ValueError, match="rank 1 is in two shards, 0 and 1"):
-        plan_rank(0, [shard, Shard((1, 2), ())], [shard], ranks_per_node=4)
+        Planner([shard, Shard((1, 2), ())], [shard], ranks_per_node=4).plan(0)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from distributed import run_ranks
-from megatron_rl.transfer.pull import export_params, map_params, missing_shared_memory, move_recipe
+from megatron_rl.transfer.transports import export_params, map_params, missing_shared_memory, move_recipe
 
 
 def make_params() -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.config_checks import MOST_MATRICES
 from megatron_rl.weights.model_config import load_model_shape
-from megatron_rl.weights.support import check_engine
+from megatron_rl.weights.rollout_layout import check_engine
 from rl_runs import overrides_for
 from shards import make_shape
 from tiny_models import _FAMILY_SIZES, CONFIGS

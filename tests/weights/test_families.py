@@ -18,11 +18,12 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import read_shape
 from megatron_rl.weights.families import FAMILIES
-from megatron_rl.weights.family import LatentSizes, SigmoidRouter
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
 from megatron_rl.weights.packed_experts import list_file_tensors, list_huggingface_tensors, split_huggingface_experts
+from megatron_rl.weights.rollout_layout import check_engine
 from megatron_rl.weights.rope import LinearScaling, Llama3Scaling, LongropeScaling, YarnScaling
-from megatron_rl.weights.support import check_engine, check_rollout_layout, check_training_layout
+from megatron_rl.weights.special_parts import LatentSizes, SigmoidRouter
+from megatron_rl.weights.support import check_rollout_layout, check_training_layout
 from shards import make_shape
 from tiny_models import CONFIGS, save_tiny_model
 

@@ -17,15 +17,15 @@ from megatron_rl.models.transformer_config import build_transformer_config
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.family import LatentSizes
 from megatron_rl.weights.megatron_layout import (
     PADDED_PARAMETERS,
     megatron_placements,
     padded_vocab_size,
     stage_layers,
-    training_placements,
 )
+from megatron_rl.weights.row_shards import sharded_placements
 from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices, check_placements
+from megatron_rl.weights.special_parts import LatentSizes
 from shards import count_writes, cut_shards, make_full_tensors, make_shape, place_megatron
 
 WHOLE = (
@@ -134,7 +134,7 @@ def test_experts_that_are_not_split(layout: ParallelLayout, is_fully_sharded: bo
     shape = make_shape("qwen3_moe", num_experts=4)
     counts = {name: torch.zeros(size, dtype=torch.int) for name, size in shape.logical_tensors().items()}
     for rank in layout.ranks:
-        for p in training_placements(shape, layout, rank, is_fully_sharded=is_fully_sharded):
+        for p in (sharded_placements if is_fully_sharded else megatron_placements)(shape, layout, rank):
             counts[p.hf_name][box_slices(p.hf_box)] += 1
     for name, count in counts.items():
         if ".experts." in name or "_proj" in name:

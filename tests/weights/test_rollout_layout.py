@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import DeltaNetSizes, ModelShape
+from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.packed_experts import split_experts
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, huggingface_placements, vllm_placements
 from megatron_rl.weights.shard_box import box_shape, check_placements
+from megatron_rl.weights.special_parts import DeltaNetSizes
 from shards import count_writes, cut_shards, find_differences, make_full_tensors, make_shape
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [

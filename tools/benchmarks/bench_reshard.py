@@ -32,8 +32,8 @@ from megatron_rl.parallel.collectives import init_distributed, reduce_scalars
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.transfer.executor import TRANSPORTS, Resharder, Transport
-from megatron_rl.transfer.planner import group_shards, plan_rank
-from megatron_rl.transfer.pull import export_params, map_params
+from megatron_rl.transfer.planner import Planner, group_shards
+from megatron_rl.transfer.transports import export_params, map_params
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import find_shard_key, megatron_placements
@@ -111,7 +111,7 @@ class Bench:
         dist.all_gather_object(everyone, aliased)
         source = group_shards(
             self.source_table,
-            lambda r: find_shard_key(self.layout, r, is_fully_sharded=False),
+            lambda r: find_shard_key(self.layout, r),
             range(self.world),
         )
         destination = group_shards(
@@ -120,7 +120,7 @@ class Bench:
             range(self.world),
         )
         start = time.perf_counter()
-        self.plan = plan_rank(self.rank, source, destination, ranks_per_node=self.world)
+        self.plan = Planner(source, destination, ranks_per_node=self.world).plan(self.rank)
         self.seconds_plan = time.perf_counter() - start
         return Resharder(
             self.plan,

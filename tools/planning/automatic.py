@@ -7,6 +7,7 @@ The choice is pure arithmetic on config, model shapes and memory per rank, so al
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -17,9 +18,9 @@ from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.admission import Candidate, check_job, find_problem, list_candidates, read_job
 from megatron_rl.planning.cluster import GIB, Cluster, Job
-from megatron_rl.planning.communication import Assumptions
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.types import UserError
+from tools.planning.communication import Assumptions, predict_seconds
 from tools.planning.lengths import read_lengths
 from tools.planning.schedule_choice import Option, choose_schedule, recommend
 from tools.planning.switch import plan_switch
@@ -47,10 +48,11 @@ def choose_layout(
     if lengths is not None:
         longest = config.data.max_response_length
         assumed = replace(assumed, mean_response=lengths.mean(longest) / longest)
-    candidates, budgets = list_candidates(job, assumed), ""
+    predict = partial(predict_seconds, assumed)
+    candidates, budgets = list_candidates(job, predict), ""
     if not candidates:
         smallest, budgets = _take_smallest_budgets(job)
-        candidates = list_candidates(smallest, assumed)
+        candidates = list_candidates(smallest, predict)
     if not candidates:
         raise _refuse(job)
     best = candidates[0]

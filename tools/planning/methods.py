@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import FULLY_SHARDED, RunConfig
 from megatron_rl.planning.admission import Candidate, check_job, list_candidates
 from megatron_rl.planning.cluster import GIB, Job
-from megatron_rl.planning.communication import Assumptions
 from megatron_rl.types import UserError
+from tools.planning.communication import Assumptions, predict_seconds
 
 _RANK = 32  # adapter rank if the recipe has no adapters
 
@@ -64,7 +65,7 @@ def _judge_method(
     stays = config.reference.offload and settings["zero_stage"] == FULLY_SHARDED  # its ranks share the reference
     config = config.with_sections({"reference": {"offload": False}}) if stays else config
     other = replace(job, config=config, spec=resolve(config))
-    candidates = list_candidates(other, assumed)
+    candidates = list_candidates(other, partial(predict_seconds, assumed))
     fastest, refusal, overrides = next(iter(candidates), None), None, []
     if fastest is None:
         try:

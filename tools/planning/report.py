@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from megatron_rl.planning.admission import (
     list_candidates,
 )
 from megatron_rl.planning.cluster import GIB, Job
-from megatron_rl.planning.communication import (
+from megatron_rl.planning.memory import RankMemory, compute_memory, find_smallest_cache
+from megatron_rl.samples.microbatches import packing_metrics, plan_microbatches
+from tools.planning.communication import (
     ACROSS,
     WITHIN,
     Assumptions,
@@ -28,10 +31,9 @@ from megatron_rl.planning.communication import (
     Workload,
     build_workload,
     list_traffic,
+    predict_seconds,
     predict_step,
 )
-from megatron_rl.planning.memory import RankMemory, compute_memory, find_smallest_cache
-from megatron_rl.samples.microbatches import packing_metrics, plan_microbatches
 from tools.planning.switch import SwitchPlan, plan_switch
 
 _MAX_PACKED = 20_000  # limit of packed rollouts
@@ -73,7 +75,7 @@ def make_plan(job: Job, assumed: Assumptions) -> Plan:
     work, memory = build_workload(job, assumed), compute_memory(job)
     traffic, switch = list_traffic(job, work), plan_switch(job)
     step = predict_step(job, work, traffic, memory, switch.prediction.seconds, assumed)
-    candidates = list_candidates(job, assumed)
+    candidates = list_candidates(job, partial(predict_seconds, assumed))
     return Plan(
         job,
         batch,

@@ -15,10 +15,11 @@ from megatron_rl.planning.role_layouts import DTYPE_BYTES
 from megatron_rl.transfer.classes import Shard
 from megatron_rl.transfer.planner import Flow, Planner, group_shards
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_layout import find_shard_key, training_placements
+from megatron_rl.weights.megatron_layout import find_shard_key, megatron_placements
 from megatron_rl.weights.placement_tables import as_table
 from megatron_rl.weights.rollout_layout import vllm_placements
 from megatron_rl.weights.row_quantization import list_matrices, list_scales
+from megatron_rl.weights.row_shards import find_sharded_key, sharded_placements
 from megatron_rl.weights.shard_box import ShardBox
 from tools.planning.reshard_cost import Bandwidths, Prediction, ReshardSummary, predict_seconds, summarize
 
@@ -54,8 +55,8 @@ def build_shards(
         return (rank - engines.start) % rollout_tp
 
     source = group_shards(
-        lambda rank: select(training_placements(shape, layout, rank, is_fully_sharded=is_fully_sharded)),
-        partial(find_shard_key, layout, is_fully_sharded=is_fully_sharded),
+        lambda rank: select((sharded_placements if is_fully_sharded else megatron_placements)(shape, layout, rank)),
+        partial(find_sharded_key if is_fully_sharded else find_shard_key, layout),
         layout.ranks,
     )
     destination = group_shards(

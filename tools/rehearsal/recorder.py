@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_rl.models import attention_backends
-from megatron_rl.parallel import pairs
+from megatron_rl.parallel import collectives
 from tools.rehearsal import masked_attention
 
 _READ_ON_HOST = (torch.Tensor.tolist, torch.Tensor.numpy)
@@ -265,7 +265,7 @@ def recorded_graphs() -> Iterator[None]:
                 stack.enter_context(patch.object(cuda, name, value))
         stack.enter_context(patch.object(attention_backends, "choose_attention_backend", lambda *kind: "efficient"))
         # Pairs of ranks exchange values through memory that appears in no operation.
-        stack.enter_context(patch.object(pairs, "find_pair", lambda group, num_bytes: None))
+        stack.enter_context(patch.object(collectives, "find_pair", lambda group, num_bytes: None))
         yield
 
 

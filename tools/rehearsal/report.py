@@ -14,8 +14,8 @@ from typing import Any
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import GIB, Job
-from megatron_rl.planning.communication import Workload, list_traffic
 from megatron_rl.planning.memory import RankMemory, compute_memory
+from tools.planning.communication import Workload, list_traffic
 
 TOLERANCE = 0.05
 SMALL = 1 << 20  # bytes per step that are not planned: metric sums, norms

@@ -19,7 +19,7 @@ from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.engine_weights import is_coded
 from megatron_rl.run.building import find_shared
-from megatron_rl.transfer import executor, hybrid_engine
+from megatron_rl.transfer import hybrid_engine, transports
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.weights.adapters import adapter_placements
 from megatron_rl.weights.megatron_layout import padded_vocab_size
@@ -103,17 +103,15 @@ def build_switch(job: Job, actor: Any, rank: int, ledger: Ledger) -> HybridEngin
         assert found[rank] == names, "a rank shares what the tables say"
         return found
 
-    def map_peers(plan: Any, source: Mapping[str, Any], group: Any, transport: executor.Transport) -> Any:
-        """Map peers as `executor` does, as memory of other ranks."""
-        if transport.name == "buckets" or group.size() == 1:
-            return "buckets", {}, set()
+    def map_peers(plan: Any, source: Mapping[str, Any], *_: Any) -> Any:
+        """Map peers as `transports` does, as memory of other ranks."""
         first = rank - process.local_rank
         near = {*range(first, first + cluster.gpus_per_node)}
         with ledger.of_others():
             mapped = {peer: _map(ops, source, device) for peer, ops in plan.receives.items() if peer in near}
         return "pull" if len(mapped) == len(plan.receives) else "pull+buckets", mapped, near
 
-    with patch.object(hybrid_engine, "gather_names", name_shared), patch.object(executor, "_map_peers", map_peers):
+    with patch.object(hybrid_engine, "gather_names", name_shared), patch.object(transports, "map_peers", map_peers):
         return HybridEngine(
             actor,
             engine,

@@ -28,10 +28,10 @@ from transformers import (
 from megatron_rl.engines.protocol import EngineSpec, EngineWeights, Request, Sampled, share_params
 from megatron_rl.engines.truncation import add_gumbel_noise, truncate
 from megatron_rl.engines.wrappers import WaitingRequests
-from megatron_rl.models.attention_backends import Segments, attend, build_segments
-from megatron_rl.parallel.batch_invariant import multiply
+from megatron_rl.models.attention_backends import attend, build_segments
+from megatron_rl.models.segments import Segments
+from megatron_rl.parallel.batch_invariant import compute_all_logprobs, multiply
 from megatron_rl.parallel.random_streams import keep_random_streams
-from megatron_rl.parallel.vocab_parallel import compute_all_logprobs
 from megatron_rl.samples.prefix import SegmentKeys
 from megatron_rl.types import KeptSets, RouteShape
 from megatron_rl.weights.packed_experts import list_huggingface_tensors, split_huggingface_experts

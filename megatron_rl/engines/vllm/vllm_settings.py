@@ -16,7 +16,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
-from megatron_rl.weights.support import LARGEST_RANK
+from megatron_rl.weights.rollout_layout import LARGEST_RANK
 
 if TYPE_CHECKING:  # a dry run imports no torch
     import torch

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms.losses import compute_sft_loss
 from megatron_rl.config.schema import ActorConfig
+from megatron_rl.models.other_stages import MtpModel
 from megatron_rl.models.packed_sequences import PackedSequences
-from megatron_rl.models.stages import HiddenStatesModel, MtpModel
+from megatron_rl.models.stages import HiddenStatesModel
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import PackedModel

@@ -1,28 +1,178 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Point-to-point transfers in buckets of bounded size.
+"""Transports between ranks: mapped memory of peers on the same host (pull), and messages in buckets of bounded size.
 
-Both ends process the same operations in the same order and so cut the stream at the same places. In turn t a rank sends
-to the rank t places ahead and receives from the rank t places behind; two buckets are in flight and two in preparation.
-Large contiguous pieces are transferred in place, without a buffer.
+* Pull: shared memory on CPU, CUDA IPC on a GPU. The owner moves its storages into shared memory in place; peers map
+  them and read pieces directly. The memory has no name on disk and is freed with the last process.
+* Buckets: both ends process the same operations in the same order and so cut the stream at the same places. In turn t a
+  rank sends to the rank t places ahead and receives from the rank t places behind; two buckets are in flight and two in
+  preparation. Large contiguous pieces are transferred in place, without a buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.parallel.collectives import current_device
-from megatron_rl.transfer.planner import TransferOp
+from megatron_rl.parallel.collectives import current_device, gather_objects
+from megatron_rl.parallel.pairs import host_name
+from megatron_rl.transfer.planner import RankPlan, TransferOp
+from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import Box, box_shape, box_slices
 
 if TYPE_CHECKING:
     from megatron_rl.transfer.computed import ComputedParam, SourceParams
 
+log = logging.getLogger(__name__)
+_SHARED_MEMORY = Path("/dev/shm")
+_HEADROOM = 64 << 20
 Bucket = list[TransferOp]
+
+
+def map_peers(
+    plan: RankPlan, source: Mapping[str, torch.Tensor], group: dist.ProcessGroup, name: str, ranks_per_node: int
+) -> tuple[str, dict[int, dict[str, torch.Tensor]], set[int]]:
+    """Map the parameters of peers on the same host; collective.
+
+    Args:
+        name: "pull" or "auto", as in `executor.Transport`.
+
+    Returns:
+        The transport to use ("pull", "buckets" or "pull+buckets"), the mapped parameters by rank, and the ranks of this
+        host, none with "buckets".
+
+    Raises:
+        UserError: on every rank; pull is requested and impossible.
+    """
+    missing = gather_objects(missing_shared_memory(source, ranks_per_node), group)
+    if max(missing):
+        if name == "auto":
+            return "buckets", {}, set()
+        raise UserError(
+            f"/dev/shm lacks {max(missing) >> 20} MiB for the weights that peers are to pull",
+            source="hybrid.transport=pull",
+            expected="room for the parameters of all ranks of the host",
+            hint="enlarge /dev/shm (docker: --shm-size), or use hybrid.transport=buckets",
+        )
+    exports = gather_objects(export_params(source), group)
+    near = {peer for peer, export in enumerate(exports) if export.host == exports[group.rank()].host}
+    mapped, failure = {}, ""
+    try:
+        mapped = {peer: map_params(exports[peer], current_device()) for peer in plan.receives if peer in near}
+    except RuntimeError as error:  # no link between two GPUs
+        failure = f"rank {group.rank()} cannot map a peer's memory: {str(error).splitlines()[0]}"
+    found = gather_objects((len(mapped) < len(plan.receives), failure), group)
+    failure = next((said for _, said in found if said), "")
+    if failure and name == "auto":
+        if group.rank() == 0:
+            log.warning("weights travel in buckets: %s", failure)
+        return "buckets", {}, set()
+    is_remote = any(remote for remote, _ in found)
+    if name == "pull" and (failure or is_remote):
+        raise UserError(
+            failure or "weights must come from another host",
+            source="hybrid.transport=pull",
+            expected="all ranks on one host, and a link between any two of its GPUs",
+            hint="use hybrid.transport=auto: pull where it can be done, buckets elsewhere",
+        )
+    return ("pull+buckets" if is_remote else "pull"), mapped, near
+
+
+@dataclass(frozen=True)
+class Export:
+    """Location of a rank's parameters, for peers on the same host.
+
+    Attributes:
+        storages: on CPU, path of the open file and its size in bytes; on CUDA, torch's (rebuild function, arguments).
+        params: index of a storage; offset, shape, stride and dtype of the view.
+    """
+
+    host: str
+    storages: tuple[Any, ...]
+    params: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]]
+
+
+def missing_shared_memory(params: Mapping[str, torch.Tensor], ranks_per_node: int) -> int:
+    """Return the bytes that /dev/shm lacks for the parameters of all ranks of the node; 0 if they fit.
+
+    Writing more than fits there kills a process, so this is checked first.
+    """
+    if any(tensor.is_cuda for tensor in params.values()):
+        return 0
+    wanted = sum(s.nbytes() for s in _unique_storages(params) if not s.is_shared())
+    limit = os.statvfs(_SHARED_MEMORY)
+    return max(0, wanted * ranks_per_node + _HEADROOM - limit.f_bavail * limit.f_frsize) if wanted else 0
+
+
+def export_params(params: Mapping[str, torch.Tensor]) -> Export:
+    """Move the parameters' storages into shared memory (once) and describe them."""
+    storages = _unique_storages(params)
+    numbers = {storage.data_ptr(): number for number, storage in enumerate(storages)}
+    described = {
+        name: (
+            numbers[tensor.untyped_storage().data_ptr()],
+            int(tensor.storage_offset()),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.dtype,
+        )
+        for name, tensor in params.items()
+    }
+    # Sharing changes the address of a storage in place, hence after the numbering by address.
+    return Export(host_name(), tuple(_share(storage) for storage in storages), described)
+
+
+def map_params(export: Export, device: torch.device) -> dict[str, torch.Tensor]:
+    """Map a peer's parameters, to be read only.
+
+    Args:
+        device: this rank's own.
+
+    Raises:
+        RuntimeError: (CUDA's own) there is no link between the two GPUs.
+    """
+    storages = [_map(recipe, device) for recipe in export.storages]
+    mapped = {}
+    for name, (number, offset, shape, stride, dtype) in export.params.items():
+        empty = torch.empty(0, dtype=dtype, device=storages[number].device)
+        mapped[name] = empty.set_(storages[number], offset, shape, stride)
+    return mapped
+
+
+def _unique_storages(params: Mapping[str, torch.Tensor]) -> list[torch.UntypedStorage]:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in params.values()}
+    return list(storages.values())
+
+
+def _share(storage: torch.UntypedStorage) -> Any:
+    if storage.device.type == "cuda":
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return reduce_tensor(whole)
+    descriptor, size = storage._share_fd_cpu_()
+    return f"/proc/{os.getpid()}/fd/{descriptor}", size
+
+
+def _map(recipe: Any, device: torch.device) -> torch.UntypedStorage:
+    first, second = recipe
+    if isinstance(first, str):
+        return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(first, True, second))
+    return first(*move_recipe(first, second, device)).untyped_storage()
+
+
+def move_recipe(rebuild: Callable[..., torch.Tensor], arguments: tuple[Any, ...], device: torch.device) -> list[Any]:
+    """Return the arguments with which torch's function `rebuild` maps a peer's CUDA memory on `device`."""
+    moved = list(arguments)
+    moved[list(inspect.signature(rebuild).parameters).index("storage_device")] = device.index
+    return moved
 
 
 def split_op(op: TransferOp, max_elements: int) -> Iterator[TransferOp]:
@@ -58,11 +208,6 @@ def cut_into_buckets(ops: Iterable[TransferOp], max_elements: int) -> list[Bucke
             buckets[-1].append(part)
             filled = max_elements if is_large else filled + part.num_elements
     return buckets
-
-
-def find_device(*sides: SourceParams) -> torch.device:
-    """Return the device of a rank's parameters; either side may be empty."""
-    return next((tensor.device for side in sides for tensor in side.values()), current_device())
 
 
 @dataclass(frozen=True)
@@ -113,7 +258,8 @@ class BucketTransport:
         bucket_bytes: int,
         dtype: torch.dtype,
     ) -> None:
-        self._group, self._dtype, self._device = group, dtype, find_device(source, destination)
+        self._group, self._dtype = group, dtype
+        self._device = next(tensor.device for side in (source, destination) for tensor in side.values())
         limit = max(1, bucket_bytes // 2 // dtype.itemsize)
 
         def view(param: torch.Tensor | ComputedParam, box: Box) -> _Outgoing:

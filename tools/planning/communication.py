@@ -315,6 +315,16 @@ def predict_step(
     return StepTime(phases, compute_bubble(work, job.layout, actor), overlap)
 
 
+def predict_seconds(assumed: Assumptions, job: Job, memory: list[RankMemory]) -> float:
+    """Predict the seconds of a step with its switch; see `predict_step`."""
+    # The slowest TP or PP link carries the engine weights outside of the actor's storage.
+    own = max(phase.parts.get("engine weights", 0) for rank in memory for phase in rank.phases)
+    is_far = link_of(job.layout, job.cluster, "tp", "pp") == ACROSS
+    switch = own / (job.cluster.across_nodes if is_far else job.cluster.within_node)
+    work = build_workload(job, assumed)
+    return predict_step(job, work, list_traffic(job, work), memory, switch, assumed).total
+
+
 def _find_overlap(job: Job, seconds: dict[str, float]) -> float:
     """Return the seconds that roles on different ranks save by running concurrently; `seconds`: role -> its time."""
     ranks = {name: job.ranks_of(name) for name in seconds}
