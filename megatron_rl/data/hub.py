@@ -7,7 +7,7 @@ huggingface_hub decides on cache, offline mode and credentials by its own variab
 
 from __future__ import annotations
 
-import getpass
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -114,7 +114,7 @@ def _wait_for_others() -> Iterator[None]:
     import filelock
     from huggingface_hub.utils import disable_progress_bars
 
-    lock = filelock.FileLock(Path(tempfile.gettempdir(), f"megatron_rl_hub_{getpass.getuser()}.lock"))
+    lock = filelock.FileLock(Path(tempfile.gettempdir(), f"megatron_rl_hub_{os.getuid()}.lock"))
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:

@@ -54,12 +54,8 @@ def run_command(
     Args:
         argv: without the program's name.
         name, description: for the usage text.
-        build_plan: batch arithmetic from config and world size, for the dry run.
-        read_inputs: reads and checks the inputs of the start, for the dry run.
+        build_plan, read_inputs, check_memory: for the dry run, see `plan_run`.
         run: trains; called with the loaded config and the recipe's path.
-        check_memory: for the dry run, chooses the layout if `layout.mode` is auto and refuses a run that does not fit:
-            from config, recipe, world size, GiB of a GPU and GPUs per node it returns the config, notes, and a line on
-            memory; `None` without a planner.
     """
     try:
         flags, recipe, arguments = _split(argv)

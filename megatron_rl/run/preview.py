@@ -86,7 +86,11 @@ def plan_run(
 
     Args:
         flags: of the command line, with their values.
-        build_plan, read_inputs, check_memory: see `run_command`.
+        build_plan: batch arithmetic from config and world size.
+        read_inputs: reads and checks the inputs of the start.
+        check_memory: chooses the layout if `layout.mode` is auto and refuses a run that does not fit: from config,
+            recipe, world size, GiB of a GPU and GPUs per node it returns the config, notes, and a line on memory;
+            `None` without a planner.
 
     Raises:
         UserError: the config contradicts the world size, or the run does not fit into memory.
@@ -117,7 +121,7 @@ def plan_run(
     if "--json" in flags:
         found = {"config": config_to_dict(shown), "batch_plan": asdict(plan), "memory": memory, "notes": loaded.notes}
         return json.dumps(found, indent=2), notes, problem
-    lines = [format_yaml(_list_changes(shown)) + "# all other settings: their defaults (--json)"]
+    lines = [format_yaml(_list_changes(shown)) + "# all other settings have their defaults (--json prints them)"]
     lines += ["batch plan:", *(f"  {line}" for line in plan.formulas()), *([memory] if memory else [])]
     return "\n".join([*lines, _conclude(world_size, notes, problem)]), notes, problem
 

@@ -228,7 +228,7 @@ class Session:
         An uncaught error is printed once in the job, and ends it with an exit code of docs/checkpoints.md.
 
         Args:
-            model_path: directory of the policy in HF format, or a checkpoint of this package.
+            model_path: directory of the policy in HF format, its name in the hub, or a checkpoint of this package.
             config: a recipe, or its settings as nested mappings.
             overrides: `section.key=value`, as on the command line.
             **parts: see `Parts`.

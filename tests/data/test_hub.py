@@ -56,7 +56,7 @@ SUMS = {
 
 
 def fill_cache(cache: Path, repository: str, commits: Mapping[str, Mapping[str, bytes]], main: str) -> Path:
-    """Write what the library leaves: files in blobs/, links to them in snapshots/COMMIT/, a branch in refs/."""
+    """Fill a cache as the library does: files in blobs/, links to them in snapshots/COMMIT/, a branch in refs/."""
     folder = cache / repository
     (folder / "refs").mkdir(parents=True)
     (folder / "refs/main").write_text(main)
@@ -191,7 +191,7 @@ def test_ranks_with_other_commits_are_refused_alike() -> None:
 
 @dataclass
 class Hub:
-    """Repositories by API path, such as "models/me/tiny", and what was asked for."""
+    """Repositories by API path, such as "models/me/tiny", and the requests."""
 
     files: dict[str, dict[str, bytes]]
     sent: Counter[str] = field(default_factory=Counter)

@@ -348,7 +348,7 @@ def test_only_settings_without_their_defaults_are_printed(start: Callable[..., t
     settings = ["--teachers.math.path={files}/model", "algorithm.distillation.coef=0.1", *DRY_LOSS]
     status, error, _, out = start(RL, settings, "--dry-run")
     assert status == 0 and not error
-    text, _, rest = out.partition("# all other settings: their defaults (--json)\n")
+    text, _, rest = out.partition("# all other settings have their defaults (--json prints them)\n")
     *_, full = start(RL, settings, "--dry-run", "--json")
     assert load_config(yaml.safe_load(text)).config == load_config(json.loads(full)["config"]).config
     assert len(text.splitlines()) < 60 and "adam_beta1" not in text and rest.startswith("batch plan:\n")
