@@ -87,7 +87,7 @@ class Row:
 _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Settings, recipes and the command line": (
         "A name, a type, a bound, or settings that do not go together.",
-        ("config/", "compat/", "run/loading", "run/command_line", "launch/"),
+        ("config/", "compat/", "run/loading", "run/command_line", "run/preview", "launch/"),
     ),
     "Batch sizes": (
         "Prompts, responses, minibatches and token budgets that do not divide or do not fit.",

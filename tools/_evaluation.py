@@ -19,8 +19,8 @@ from megatron_rl.observability.rollout_log import TokenTexts, write_rows
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.rewards.answers import estimate_pass_at_k
 from megatron_rl.rollout.collector import correctness_of
-from megatron_rl.run.building import RunSinks, build_roles, build_rollout_members, group_timeout
-from megatron_rl.run.inputs import Parts, read_rl_inputs
+from megatron_rl.run.building import RunSinks, build_roles, build_rollout_members, check_agreement, group_timeout
+from megatron_rl.run.inputs import Parts, localize, read_rl_inputs
 from megatron_rl.samples.describe import rollout_row
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.table import FINISH_REASONS, Headers, join_headers
@@ -102,10 +102,12 @@ def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = Non
     Raises:
         UserError: bad input; on every rank alike, before any process group exists.
     """
+    config, commits = localize(config)
     weights = find_weights(config.model.path)
     config = without_training(replace(config, model=replace(config.model, path=str(weights.path))), world_size)
     inputs = read_rl_inputs(config, world_size)
     process, decode = init_distributed(group_timeout(config) / timedelta(minutes=1)), inputs.tokenizer.decode
+    check_agreement(commits)
     actor = partial(EvaluatedPolicy, policy_version=weights.policy_version)
     roles = build_roles(config, inputs, Parts(actor=actor))
     members = build_rollout_members(config, inputs, roles, process, RunSinks())

@@ -12,8 +12,8 @@ _INTRODUCTION = """\
 A recipe is nested YAML: `section:` with `key: value` below it. On the command line, `section.key=value` or
 `--section.key value` overrides it. Megatron's spelling of a key works where it has one meaning; among roles it means
 the actor (`--pipeline-model-parallel-size 2`). [verl's names](verl_keys.md) and [TRL's](migrating.md#trl) are accepted.
-An unknown name is an error that suggests the closest ones. `--dry-run` prints the resolved settings, and a run writes
-them to `<run_dir>/config.yaml`.
+An unknown name is an error that suggests the closest ones. `--dry-run` prints the changed ones, and a run writes
+all to `<run_dir>/config.yaml`.
 
 A default in bold must be given. `null` means "not given". Each row is an anchor: `#actor.lr`.
 `python tools/make_docs.py` makes this page from `megatron_rl/config/schema.py`.

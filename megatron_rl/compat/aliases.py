@@ -201,10 +201,21 @@ def _compare(
     )
 
 
-def format_help() -> str:
-    """Return every setting with its type, default, unit and meaning, imported plugins included."""
+def format_help(topic: str = "") -> str:
+    """Return every setting with its type, default, unit and meaning, imported plugins included.
+
+    Args:
+        topic: a section or setting, for its part alone (UserError if there is none).
+    """
     fields = list_fields() | list_options()
-    blocks = [_SYNTAX]
+    if topic and not (fields := {name: info for name, info in fields.items() if f"{name}.".startswith(f"{topic}.")}):
+        raise UserError(
+            f"there is no section or setting {topic!r}",
+            source="command line",
+            expected=f"--help SECTION: {', '.join(section_classes())}",
+            hint="--help alone lists every setting",
+        )
+    blocks = [] if topic else [_SYNTAX]
     for section, section_class in section_classes().items():
         doc = (section_class.__doc__ or "").strip().splitlines()[0]
         lines = [f"[{section}]  {doc}"]
@@ -214,7 +225,8 @@ def format_help() -> str:
                 unit = f"  [{info.unit}]" if info.unit else ""
                 lines.append(f"  {info.name}  ({info.describe_type()}; {default}){unit}")
                 lines += [f"      {line}" for line in textwrap.wrap(info.doc, WIDTH - 6)]
-        blocks.append("\n".join(lines) + "\n")
+        if len(lines) > 1 or not topic:
+            blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 
 

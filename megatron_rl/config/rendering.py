@@ -42,7 +42,12 @@ def _redact_all(value: Any) -> Any:
 
 def dump_yaml(cfg: RunConfig) -> str:
     """Return the resolved config as YAML; `load_config` reads an equal config back, except for credentials in URLs."""
-    return yaml.dump(config_to_dict(cfg), Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=WIDTH)
+    return format_yaml(config_to_dict(cfg))
+
+
+def format_yaml(sections: dict[str, Any]) -> str:
+    """Return nested settings as YAML."""
+    return yaml.dump(sections, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=WIDTH)
 
 
 class _Dumper(yaml.SafeDumper):

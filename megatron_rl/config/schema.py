@@ -38,7 +38,10 @@ ACTOR_DECIDES = ("share_prompts", "logprob_chunk_tokens", "adam_eps", "bucket_to
 class ModelConfig:
     """The policy: shapes come from its HF config.json and are never restated here."""
 
-    path: str = option(MISSING, "Directory of the policy in Hugging Face format (config.json, *.safetensors).")
+    path: str = option(
+        MISSING,
+        "Directory of the policy in HF format (config.json, *.safetensors), or OWNER/NAME[@REVISION] of the hub.",
+    )
     tokenizer: str | None = option(None, "Tokenizer directory or sentencepiece .model file; default: model.path.")
     dtype: Literal["float32", "bfloat16"] = option(
         "bfloat16", "Type of parameters and activations; use float32 on CPU (bfloat16 is very slow there)."

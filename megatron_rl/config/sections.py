@@ -262,7 +262,11 @@ LONGEST_PERIOD = 100_000  # prompts after which a mixture of files repeats
 class DataConfig:
     """Prompts: files and their columns, batch size, lengths, chat template."""
 
-    train_files: list[str] = option(MISSING, "JSONL or parquet files with training prompts, or reasoning-gym:NAME.")
+    train_files: list[str] = option(
+        MISSING,
+        "JSONL or parquet files with training prompts, reasoning-gym:NAME, or "
+        "hub:OWNER/NAME[/CONFIG][@REVISION]:SPLIT.",
+    )
     weights: list[float] | None = option(
         None,
         "Shares of the train files in the prompts, on any scale, each file with its own epochs; default: each "

@@ -24,7 +24,7 @@ import numpy as np
 from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.extension.registry import GYM
+from megatron_rl.extension.registry import GYM, HUB
 from megatron_rl.types import Prompt, Rollout, UserError
 
 T = TypeVar("T")
@@ -73,15 +73,20 @@ class SftSet(PromptSet):
 
 def name_files(files: Sequence[str]) -> dict[str, str]:
     """Name each file for metrics: its stem, with as many parent directories as needed ("gsm8k-test", "math-test")."""
-    stems = [
-        (file.removeprefix(GYM).partition("?")[0],) if file.startswith(GYM) else Path(file).with_suffix("").parts
-        for file in files
-    ]
+    stems = list(map(_name_parts, files))
     for depth in range(1, max(map(len, stems), default=0) + 1):
         names = ["-".join(stem[-depth:]) for stem in stems]
         if len(set(names)) == len(names):
             return dict(zip(names, files, strict=True))
     return {file: file for file in files}
+
+
+def _name_parts(file: str) -> tuple[str, ...]:
+    if file.startswith(HUB):
+        from megatron_rl.data.hub import name_dataset
+
+        return name_dataset(file)
+    return (file.removeprefix(GYM).partition("?")[0],) if file.startswith(GYM) else Path(file).with_suffix("").parts
 
 
 def load_prompts(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_rl.extension.registry import GYM
+from megatron_rl.extension.registry import GYM, HUB
 from megatron_rl.types import UserError
 
 _LONGEST_EXCERPT = 120
@@ -93,7 +93,7 @@ def read_rows(files: list[str]) -> Iterator[Row]:
     """Yield all rows of all files, in order.
 
     Args:
-        files: .jsonl and .parquet paths, or reasoning-gym data sets.
+        files: .jsonl and .parquet paths, or data sets of reasoning-gym or the hub.
 
     Raises:
         UserError: no files, a missing, empty or unsupported file, or a malformed row.
@@ -125,6 +125,10 @@ def _open(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         from megatron_rl.extension.reasoning_gym import read_reasoning_gym
 
         return read_reasoning_gym(name)
+    if name.startswith(HUB):
+        from megatron_rl.data.hub import read_dataset
+
+        return read_dataset(name)
     path, readers = Path(name), {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if not path.is_file():
         state = "is not a file" if path.exists() else "does not exist"
@@ -132,7 +136,9 @@ def _open(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             f"{path} {state}",
             source="data.train_files / data.validation_files",
             expected="a .jsonl or .parquet file",
-            hint="check the path",
+            hint="list the files: a pattern may match other files on other hosts"
+            if set(name) & set("*?[")
+            else f"check the path; a data set of the hub is {HUB}OWNER/NAME[/CONFIG]:SPLIT",
         )
     if path.suffix not in readers:
         raise UserError(

@@ -18,6 +18,7 @@ from megatron_rl.types import UserError
 
 Entry = TypeVar("Entry")
 GYM = "reasoning-gym:"  # prefix of data sets of the package reasoning-gym
+HUB = "hub:"  # prefix of data sets of the Hugging Face hub
 
 
 @dataclass(frozen=True)

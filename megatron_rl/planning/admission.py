@@ -244,12 +244,13 @@ def read_shape(path: Path, head: Head = "lm") -> ModelShape:
 def find_shape(model_path: str, recipe: Path | None) -> Path:
     """Find a model's config.json: in its directory, else as `<name>.json` in `shapes/` of the recipe or of our recipes.
 
-    `<name>` is the last part of the model's path. If there is no such file, return the path in the directory.
+    `<name>` is the last part of the model's path or name in the hub. Without such a file, return the path in the
+    directory.
     """
-    own = Path(model_path) / "config.json"
+    own, name = Path(model_path) / "config.json", Path(model_path).name.partition("@")[0]
     shelves = [recipe.parent / "shapes"] if recipe is not None else []
     shelves.append(Path(__file__).resolve().parents[2] / "launch" / "recipes" / "shapes")
-    places = [own, *(shelf / f"{Path(model_path).name}.json" for shelf in shelves)]
+    places = [own, *(shelf / f"{name}.json" for shelf in shelves)]
     return next((place for place in places if place.is_file()), own)
 
 

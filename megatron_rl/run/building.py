@@ -22,7 +22,7 @@ from megatron_rl.engines.build import BuiltEngine, build_engine
 from megatron_rl.engines.protocol import EngineSpec, EngineWeights, ProbedEngine
 from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import Process, align_group_names, share_object, world
+from megatron_rl.parallel.collectives import Process, align_group_names, gather_objects, share_object, world
 from megatron_rl.parallel.groups import ParallelGroups, join_groups
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.collector import Collector, RewardSources
@@ -36,6 +36,7 @@ from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import LaidOutModel, LearnedTeacher, RoleSetup
 from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.transfer.hybrid_engine import HybridEngine
+from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
     from megatron_rl.agents.in_rank import AnyEpisodes
@@ -57,6 +58,20 @@ def launched_sizes() -> tuple[int, int]:
 def group_timeout(config: RunConfig) -> timedelta:
     """Return the process groups' time limit, longer than the watchdog's, so that the watchdog reports a stall."""
     return timedelta(seconds=config.trainer.collective_timeout + 30)
+
+
+def check_agreement(chosen: list[str]) -> None:
+    """Refuse ranks that chose different layouts or commits of the hub (UserError on every rank); collective."""
+    found = gather_objects(chosen, world())
+    rank = next((rank for rank, lines in enumerate(found) if lines != found[0]), None)
+    if rank is not None:
+        mine, other = ("; ".join(line for line in found[r] if line not in found[rank - r]) for r in (0, rank))
+        raise UserError(
+            f"the ranks come to different choices: {mine or 'none'} on rank 0, {other or 'none'} on rank {rank}",
+            source="layout.mode, or the settings with names of the hub",
+            expected="nodes with equal memory, equal local directories, and one commit of each name",
+            hint="set the layout (tools/plan.py lists those that fit the smallest node); write ID@COMMIT",
+        )
 
 
 def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, Any]:

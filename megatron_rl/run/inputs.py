@@ -7,9 +7,10 @@ The start and the dry run call the same functions, on every rank alike and befor
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import PromptSet, SftSet, choose_teachers, load_prompts, load_sft_examples, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
-from megatron_rl.extension.registry import ENGINES, RegisteredEngine, enter_object, find_entry, name_of
+from megatron_rl.extension.registry import ENGINES, HUB, RegisteredEngine, enter_object, find_entry, name_of
 from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan, check_truths
 from megatron_rl.rewards.scoring import RewardFunction
 from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models, resolve, resolve_sft
@@ -111,6 +112,46 @@ class Parts:
 
 
 NO_PARTS = Parts()
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
+
+
+def localize(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """Download what a config names in the Hugging Face hub; a local path of that name wins.
+
+    Returns:
+        The config with local directories for names of models, tokenizers and adapters, and commits in names of data
+        sets; a line on each commit, which must be the same on every rank.
+
+    Raises:
+        UserError: neither the hub nor its cache has it.
+    """
+    notes = []
+
+    def find(setting: str, name: str | None) -> str | None:
+        is_dataset = setting.startswith("data.")
+        is_name = name is not None and (name.startswith(HUB) if is_dataset else _HUB_NAME.fullmatch(name))
+        if name is None or not is_name or os.path.exists(name):
+            return name
+        from megatron_rl.data.hub import fetch_model, pin_dataset
+
+        found = pin_dataset(name, setting) if is_dataset else str(fetch_model(name, setting))
+        notes.append(f"{setting}: {name} is {found if is_dataset else f'commit {Path(found).name} of the hub'}")
+        return found
+
+    def walk(section: Any, prefix: str) -> Any:
+        changed = {}
+        for leaf, value in vars(section).items():
+            if is_dataclass(value):
+                changed[leaf] = walk(value, f"{prefix}{leaf}.")
+            elif leaf == "teachers":
+                changed[leaf] = {name: walk(teacher, f"teachers.{name}.") for name, teacher in value.items()}
+            elif leaf in ("path", "tokenizer"):
+                changed[leaf] = find(f"{prefix}{leaf}", value)
+            elif leaf in ("train_files", "validation_files"):
+                changed[leaf] = [find(f"{prefix}{leaf}", file) for file in value]
+        return replace(section, **changed)
+
+    return walk(config, ""), notes
 
 
 def read_prompts(
@@ -131,11 +172,18 @@ def read_prompts(
         name: load_prompts([file], tokenizer, data, limit=data.validation_limit, tools=tools)
         for name, file in name_files(data.validation_files).items()
     }
-    train, notes = load_prompts(data.train_files, tokenizer, data, tools=tools), []
+    train = load_prompts(data.train_files, tokenizer, data, tools=tools)
+    trained = {prompt.text for prompt in train.prompts}
+    notes = [
+        f"validation set {name}: each of its {len(part.prompts)} prompts is a training prompt, too"
+        for name, part in validation.items()
+        if trained.issuperset(prompt.text for prompt in part.prompts)
+    ]
     if data.pass_rates is not None:
         from megatron_rl.data.pass_rates import select_by_pass_rate
 
-        train, notes = select_by_pass_rate(train, data, shaping=OVERLONG)
+        train, selected = select_by_pass_rate(train, data, shaping=OVERLONG)
+        notes += selected
     check_mixture(data, train.file_sizes)
     choose_teachers(config, train.prompts)
     prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]

@@ -124,6 +124,7 @@ def _make_actor(config: RunConfig) -> RoleSpec:
     )
 
 
+NOT_HERE = "this machine could not start the run"  # begins a note
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
@@ -414,7 +415,7 @@ def check_machine(config: RunConfig, roles: Mapping[str, RoleInputs], engine: st
     except UserError as error:
         if "RANK" in os.environ:
             raise
-        return [f"this machine could not start the run: {error.found}"]
+        return [f"{NOT_HERE}: {error.found}"]
     return []
 
 

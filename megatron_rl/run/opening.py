@@ -25,7 +25,7 @@ import yaml
 from megatron_rl.checkpoint.directory import find_newest_valid, find_step, read_manifest
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.extension.registry import GYM
+from megatron_rl.extension.registry import GYM, HUB
 from megatron_rl.observability.metrics import METRICS_FILE, has_records
 from megatron_rl.observability.run import Run
 from megatron_rl.parallel.collectives import failing_together, open_store, share_object, world
@@ -114,6 +114,9 @@ def _digest(files: Iterable[Path], *, samples: bool) -> str:
             from megatron_rl.extension.reasoning_gym import identify
 
             whole.update(identify(str(path)).encode())
+            continue
+        if str(path).startswith(HUB):
+            whole.update(str(path).encode())  # the name has the commit
             continue
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

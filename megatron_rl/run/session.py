@@ -20,11 +20,11 @@ from megatron_rl.engines.build import describe_engine
 from megatron_rl.models.gpt import choose_transformer_impl
 from megatron_rl.parallel.collectives import Process, gather_objects, init_distributed, memory_in_use, open_store, world
 from megatron_rl.planning.role_layouts import find_gpu_memory
-from megatron_rl.run.building import RunSinks, group_timeout, launched_sizes
+from megatron_rl.run.building import RunSinks, check_agreement, group_timeout, launched_sizes
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.command_line import end_program_on_errors
 from megatron_rl.run.guard import wait_for_debugger
-from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs, read_rl_inputs
+from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs, localize, read_rl_inputs
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import resolve
 from megatron_rl.run.opening import OpenedRun, open_run
@@ -46,7 +46,7 @@ class Prepared:
 
     Attributes:
         recipe: file whose name the default run directory gets.
-        chosen: one line per layout setting that was chosen automatically.
+        chosen: one line per layout setting that was chosen automatically, and per commit of the hub.
     """
 
     config: RunConfig
@@ -56,15 +56,9 @@ class Prepared:
     chosen: list[str]
 
     def join(self) -> Process:
-        """Start the process group; refuse ranks whose automatic layouts differ (UserError); collective."""
+        """Start the process group; refuse ranks that chose other layouts or hub commits (UserError); collective."""
         process = init_distributed(group_timeout(self.config) / timedelta(minutes=1))
-        if self.chosen and any(found != self.chosen for found in gather_objects(self.chosen, world())):
-            raise UserError(
-                "the ranks come to different layouts",
-                source="layout.mode",
-                expected="nodes with equal memory",
-                hint="set the layout: tools/plan.py lists those that fit the smallest node",
-            )
+        check_agreement(self.chosen)
         return process
 
 
@@ -82,7 +76,7 @@ def prepare(
 
 def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
     """Read and check inputs (UserError on every rank alike); `trainer.debug_rank` then waits for its debugger."""
-    config = parts.enter(config)
+    config, commits = localize(parts.enter(config))
     world_size, ranks_per_node = launched_sizes()
     memory, cluster, chosen = find_gpu_memory(), None, []
     if memory is not None:
@@ -108,7 +102,7 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
     inputs = read_rl_inputs(config, world_size, parts)
     for role in inputs.spec.trained:
         check_step_mode(role, inputs.roles[role.name].shape, config.model.dtype)
-    config = wait_for_debugger(config)
+    config, chosen = wait_for_debugger(config), [*commits, *chosen]
     return Prepared(config, replace(inputs, notes=[*chosen, *inputs.notes]), recipe, parts, chosen)
 
 
@@ -234,7 +228,7 @@ class Session:
         An uncaught error is printed once in the job, and ends it with an exit code of docs/checkpoints.md.
 
         Args:
-            model_path: directory of the policy in HF format, or a checkpoint of this package.
+            model_path: directory of the policy in HF format, its name in the hub, or a checkpoint of this package.
             config: a recipe, or its settings as nested mappings.
             overrides: `section.key=value`, as on the command line.
             **parts: see `Parts`.

@@ -11,10 +11,10 @@ from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
-from megatron_rl.run.building import build_role, group_timeout, launched_sizes, order_prompts
+from megatron_rl.run.building import build_role, check_agreement, group_timeout, launched_sizes, order_prompts
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.guard import wait_for_debugger
-from megatron_rl.run.inputs import SftInputs, read_sft_inputs
+from megatron_rl.run.inputs import SftInputs, localize, read_sft_inputs
 from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.run.state import TrainingState, actor_export, side_files
 from megatron_rl.samples.experience import replicate
@@ -27,9 +27,10 @@ from megatron_rl.types import UserError
 class SftTrainer:
     """Actor, data and outputs (logs, metrics) of one SFT run; building it is collective."""
 
-    def __init__(self, config: RunConfig, inputs: SftInputs, recipe: Path | None) -> None:
+    def __init__(self, config: RunConfig, inputs: SftInputs, recipe: Path | None, commits: list[str]) -> None:
         self.config, self.plan = config, inputs.plan
         self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
+        check_agreement(commits)
         assert self.plan.total_steps is not None, "the data was read"
         self.total_steps = self.plan.total_steps
         opened = open_run(config, recipe, self.total_steps)
@@ -88,10 +89,11 @@ class SftTrainer:
 
 def train_sft(config: RunConfig, recipe: Path | None) -> None:
     """Run SFT from a loaded config (UserError if it is bad, Preempted after a stop signal)."""
+    config, commits = localize(config)
     inputs = read_sft_inputs(config, launched_sizes()[0])
     check_step_mode(inputs.actor.spec, inputs.actor.shape, config.model.dtype)
     config = wait_for_debugger(config)
-    trainer = SftTrainer(config, inputs, recipe)
+    trainer = SftTrainer(config, inputs, recipe, commits)
     try:
         with trainer.guard.reporting():
             say, data = trainer.run.log.info, inputs.data
@@ -103,6 +105,8 @@ def train_sft(config: RunConfig, recipe: Path | None) -> None:
                 trainer.actor.model.transformer_impl,
                 trainer.process.device,
             )
+            for line in commits:
+                say("%s", line)
             truncated, dropped = data.num_truncated, data.num_dropped
             say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), truncated, dropped)
             for line in trainer.plan.formulas():

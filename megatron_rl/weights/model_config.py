@@ -75,7 +75,7 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
             f"there is no {file}",
             source="model.path",
             expected="a model directory in Hugging Face format",
-            hint="tools/make_toy_task.py makes a small one; check for a typo or a missing download",
+            hint=_hint_at_model(file.parent),
         )
     return model_shape_from_config(_read_config(file.parent), source=str(file), head=head)
 
@@ -89,6 +89,31 @@ def find_adapters(
     from megatron_rl.weights.adapters import make_adapter_shape
 
     return make_adapter_shape(shape, config, section, is_quantized=is_quantized)
+
+
+def _hint_at_model(path: Path) -> str:
+    """Return the next command for a path that holds no model in HF format."""
+    file = path if path.suffix == ".gguf" else next(iter(sorted(path.glob("*.gguf"))), None)
+    if file is not None:
+        return f"unpack the GGUF file: python tools/unpack_gguf.py {file} --out DIR, and set model.path=DIR"
+    if (adapters := path / "adapter_config.json").is_file():
+        base = read_json(adapters, "save the adapters again").get("base_model_name_or_path")
+        return (
+            f"these are adapters: set model.path={base or 'BASE'}, actor.lora.path={path}, and actor.lora.rank as there"
+        )
+    tracker, inner = path / "latest_checkpointed_iteration.txt", path
+    if tracker.is_file():
+        number = tracker.read_text(encoding="utf-8").strip()
+        inner = path / (f"iter_{int(number):07d}" if number.isdecimal() else number)
+    if tracker.is_file() or path.name.startswith("iter_"):
+        return (
+            f"convert the checkpoint of Megatron-LM: python tools/convert_megatron_to_hf.py --checkpoint {inner} "
+            "--config DIR_OF_CONFIG_JSON_AND_TOKENIZER --out DIR, and set model.path=DIR"
+        )
+    return (
+        "check for a typo; hf download OWNER/NAME --local-dir DIR fetches a model of the hub, and "
+        "tools/make_toy_task.py makes a small one"
+    )
 
 
 def check_mtp(directory: Path) -> None:

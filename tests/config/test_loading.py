@@ -12,6 +12,7 @@ import pytest
 from megatron_rl.compat.aliases import format_help, format_names
 from megatron_rl.config.fields import list_fields
 from megatron_rl.config.rendering import config_to_dict, dump_yaml
+from megatron_rl.run.command_line import run_command
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 
@@ -311,6 +312,19 @@ def test_help_names_every_setting_with_type_default_and_unit() -> None:
         assert f"  {name}  ({info.describe_type()}; " in text
     assert "data.train_batch_size  (integer; required)  [prompts]" in text
     assert "data.val_files -> data.validation_files" in format_names()
+
+
+def test_help_on_a_section_or_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    program = {"name": "x", "description": "", "build_plan": print, "read_inputs": print, "run": print}
+    assert run_command(["--help", "actor.lora"], **program) == 0
+    text = capsys.readouterr().out
+    names = [line.split()[0] for line in text.splitlines()[1:] if line.startswith("  ") and line[2] != " "]
+    assert text.startswith("[actor]  ") and names == [name for name in list_fields() if name.startswith("actor.lora.")]
+    assert run_command(["-h", "rollout.n", "actor.lr=1"], **program) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("[rollout]  ") and out.count("\n  rollout.") == 1 and "\n  rollout.n  (integer; " in out
+    assert run_command(["--help", "actr"], **program) == 2
+    assert "there is no section or setting 'actr'" in capsys.readouterr().err
 
 
 def test_loading_needs_no_torch() -> None:

@@ -103,8 +103,8 @@ def test_a_command_is_accepted(command: str) -> None:
 
 def check_settings(arguments: list[str]) -> None:
     """Load settings with their recipe if the repository has it, otherwise with the required settings."""
-    _, recipe, settings = _split(arguments)
-    if "--help" in settings:
+    flags, recipe, settings = _split(arguments)
+    if "--help" in flags:
         return
     settings = [
         f"{name}=1" if value in PLACEHOLDERS else f"{name}{equals}{value}"

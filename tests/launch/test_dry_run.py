@@ -18,6 +18,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import yaml
 from registries import restored_registries
 
 from launch import pretrain_grpo, pretrain_sft
@@ -329,14 +330,28 @@ def test_at_least_forty_mistakes_are_planted() -> None:
 
 @pytest.mark.parametrize("case", PASSES)
 def test_what_passes_starts(case: str, start: Callable[..., tuple]) -> None:
-    """Each idle setting is one note, and there are no other notes."""
+    """Each idle setting is one note, and there are no others, but for the validation set, which is the training set."""
     settings, idle = PASSES[case]
+    if "data.validation_files=[]" not in settings:
+        idle = [*idle, "validation set validation: each of its 16 prompts is a training prompt"]
     status, error, notes, out = start(RL, settings, "--dry-run")
     assert status == 0 and not error and "total_steps = trainer.total_steps = 2" in out
     assert "steps_per_epoch = num_train_prompts / train_batch_size = 16 / 8 = 2" in out
     assert len(notes) == len(idle) and all(any(name in note for note in notes) for name in idle), notes
+    assert out.splitlines()[-1].startswith("the run would start on 4 rank(s) (not checked: ")
     assert start(RL, settings)[0] == EXIT_PREEMPTED
     assert start(SFT, settings, "--dry-run")[0] == 0 and start(SFT, settings)[0] == EXIT_PREEMPTED
+
+
+def test_only_settings_without_their_defaults_are_printed(start: Callable[..., tuple]) -> None:
+    """They load as the same run, and --json has all."""
+    settings = ["--teachers.math.path={files}/model", "algorithm.distillation.coef=0.1", *DRY_LOSS]
+    status, error, _, out = start(RL, settings, "--dry-run")
+    assert status == 0 and not error
+    text, _, rest = out.partition("# all other settings have their defaults (--json prints them)\n")
+    *_, full = start(RL, settings, "--dry-run", "--json")
+    assert load_config(yaml.safe_load(text)).config == load_config(json.loads(full)["config"]).config
+    assert len(text.splitlines()) < 60 and "adam_beta1" not in text and rest.startswith("batch plan:\n")
 
 
 def test_what_the_config_alone_says_is_printed_where_the_model_is_not(start: Callable[..., tuple]) -> None:

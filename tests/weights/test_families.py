@@ -525,6 +525,35 @@ def test_a_missing_key_is_named(key: str) -> None:
         model_shape_from_config(config, source="here")
 
 
+@pytest.mark.parametrize(
+    ("files", "hint"),
+    [
+        ({"a.gguf": "GGUF"}, "python tools/unpack_gguf.py {0}/a.gguf --out DIR, and set model.path=DIR"),
+        ({"adapter_config.json": '{"base_model_name_or_path": "me/base"}'}, "model.path=me/base, actor.lora.path={0}"),
+        (
+            {"latest_checkpointed_iteration.txt": "20\n", "iter_0000020/.metadata": ""},
+            "convert_megatron_to_hf.py --checkpoint {0}/iter_0000020 --config",
+        ),
+        ({"latest_checkpointed_iteration.txt": "release"}, "--checkpoint {0}/release --config"),
+        ({"README.md": "empty"}, "hf download OWNER/NAME --local-dir DIR"),
+    ],
+)
+def test_other_formats_are_followed_by_their_command(files: dict[str, str], hint: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError) as caught:
+        load_model_shape(tmp_path)
+    assert hint.format(tmp_path) in str(caught.value)
+    assert "toy" not in str(caught.value) or "README.md" in files
+
+
+@pytest.mark.parametrize("name", ["a.gguf", "iter_0000020"])
+def test_a_file_or_directory_alone_is_enough(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"(unpack_gguf.py|--checkpoint) {tmp_path / name}"):
+        load_model_shape(tmp_path / name)
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no .*nowhere/config.json"):
         load_model_shape(tmp_path / "nowhere")
