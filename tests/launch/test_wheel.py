@@ -113,19 +113,19 @@ def test_training_from_a_wheel_in_another_directory(tmp_path: Path) -> None:
     start = "from megatron_rl.run.scripts import main; main()"  # as the console script, which pip writes
     (tmp_path / "elsewhere").mkdir()
 
-    def run(*words: str) -> str:
-        command = [str(tmp_path / "env/bin/python"), "-c", start, *words]
+    def run(typed: str, *more: str) -> str:
+        command = [str(tmp_path / "env/bin/python"), "-c", start, *typed.split()[1:], *more]
         inside = environment(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
         inside.pop("PYTHONPATH", None)
         done = subprocess.run(command, cwd=tmp_path / "elsewhere", env=inside, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout
 
-    run("toy-task", "--out", "checkpoints/toy_arithmetic", "--train", "64", "--validation", "8", "--layers", "2")
-    run(
-        *("train", "--nproc-per-node", "2", "toy_arithmetic.yaml", "model.path=checkpoints/toy_arithmetic/model"),
-        *("actor.pipeline_model_parallel_size=1", "trainer.total_steps=2", "trainer.run_dir=run"),
-    )
+    task = "megatron-rl toy-task --out checkpoints/toy_arithmetic"
+    run(task, "--train", "128", "--validation", "8", "--layers", "2")
+    run("megatron-rl finetune --nproc-per-node 2 toy_arithmetic_sft.yaml", "trainer.total_steps=2")
+    train = "megatron-rl train --nproc-per-node 2 toy_arithmetic.yaml actor.pipeline_model_parallel_size=1"
+    run(train, "trainer.total_steps=2", "trainer.run_dir=run")
     assert json.loads((tmp_path / "elsewhere/run/summary.json").read_text())["steps"] == 2
     shape = "import megatron_rl.planning.admission as a; print(a.__file__, a.find_shape('models/Qwen3-8B', None))"
     command = [str(tmp_path / "env/bin/python"), "-c", shape]
