@@ -133,11 +133,14 @@ def main() -> int:
     """Print problems; exit status 1 if any."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "gpu"), required=True, help="what the environment is for")
-    parser.add_argument("--requirements", type=Path, required=True, help="the file of pins it was made from")
+    parser.add_argument(
+        "--requirements", type=Path, nargs="+", required=True, help="the files of pins it was made from"
+    )
     parser.add_argument("--quick", action="store_true", help="compare versions only, import nothing")
     args = parser.parse_args()
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
-    problems = list(find_version_problems(read_pins(args.requirements), args.device))
+    pins = {name: version for file in args.requirements for name, version in read_pins(file).items()}
+    problems = list(find_version_problems(pins, args.device))
     if not args.quick:
         print(f"setup:   python {sys.version.split()[0]}")
         problems += run_import_checks(args.device)

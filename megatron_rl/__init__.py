@@ -14,7 +14,7 @@ from typing import Any
 if missing := [name for name in ("numpy", "yaml", "sentencepiece") if find_spec(name) is None]:
     raise ImportError(
         f"{sys.executable} lacks {', '.join(missing)}: activate the environment of launch/setup.sh "
-        "(source .venv/bin/activate), or install requirements.txt"
+        "(source .venv/bin/activate), or install the extra cpu or gpu of this package"
     )
 
 from megatron_rl.parallel.imports import kept_imports

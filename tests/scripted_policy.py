@@ -26,9 +26,17 @@ class ScriptedPolicy:
         programs: Python source with a function `agent(task, base_url)`.
         turn_seconds: `agents.turn_timeout_seconds`.
         template: of the chats.
+        program: instead of `agent` in `programs`.
     """
 
-    def __init__(self, directory: Path, programs: str, turn_seconds: float = 5.0, template: str = "qwen2.5") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        programs: str,
+        turn_seconds: float = 5.0,
+        template: str = "qwen2.5",
+        program: str | None = None,
+    ) -> None:
         self.directory, self.tokenizer = directory, write_chat_tokenizer(directory, template)
         (directory / "programs.py").write_text(programs)
         setup = Setup(
@@ -39,7 +47,7 @@ class ScriptedPolicy:
             False,
             max_turns=4,
             run_seed=1,
-            program=f"{directory / 'programs.py'}:agent",
+            program=program or f"{directory / 'programs.py'}:agent",
             temperature=0.5,
             context_length=128,
         )
@@ -54,7 +62,7 @@ class ScriptedPolicy:
         letters = [token for letter in text for token in self.tokenizer.encode(letter)]
         return letters + [self.tokenizer.eos_token_id] * closed
 
-    def play(self, kind: str, *replies: str) -> tuple[Answer, Rollout, list[list[int]], Any]:
+    def play(self, kind: str, *replies: str, **columns: Any) -> tuple[Answer, Rollout, list[list[int]], Any]:
         """Play an episode; return its last answer, its rollout, its requests, and the program's output file."""
         out = self.directory / f"{kind}.json"
         prompt = Prompt(
@@ -64,6 +72,7 @@ class ScriptedPolicy:
             "",
             row={"kind": kind, "out": str(out)},
             messages=QUESTION,
+            **columns,
         )
         processes, recording = self.processes, Recording(prompt, 0)
         requests: list[list[int]] = []

@@ -107,6 +107,8 @@ class Environment(Protocol):
 ADAPTERS = {
     "textarena": ("megatron_rl.agents.adapters.games", "find_game"),
     "gem": ("megatron_rl.agents.adapters.games", "find_game"),
+    "reasoning-gym": ("megatron_rl.agents.adapters.games", "find_game"),
+    "verifiers": ("megatron_rl.agents.adapters.games", "find_game"),
     "openenv": ("megatron_rl.agents.adapters.openenv", "find_server"),
 }
 

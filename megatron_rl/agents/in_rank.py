@@ -248,7 +248,7 @@ def choose_episodes(
         follows_template=agents.history == "template",
         max_turns=agents.max_turns,
         run_seed=config.trainer.seed,
-        program=agents.program,
+        program=agents.program_or_taskset,
         tools=tuple(agents.tools),
         temperature=config.rollout.temperature,
         context_length=data.max_prompt_length + data.max_response_length,

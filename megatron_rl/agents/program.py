@@ -38,6 +38,8 @@ _EXPECTED = "path.py:function, or module:function"
 
 def find_program(name: str) -> Program:
     """Import the function that `agents.program` names (UserError if there is none)."""
+    if name.startswith("verifiers:"):
+        return cast(Program, find_environment(name)())
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UserError(f'"{name}" names no function', source=SETTING, expected=_EXPECTED, hint="see docs/agents.md")
@@ -134,8 +136,9 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) 
         UserError: the environment, program or a tool is missing, or the chat template omits tools or alters contents.
     """
     agents, chats = config.agents, [prompt.messages for prompt in prompts.prompts if prompt.messages]
-    if agents.program is not None:
-        find_program(agents.program)
+    program = agents.program_or_taskset
+    if program is not None:
+        find_program(program)
     options = config.data.apply_chat_template_kwargs
     if list_tools(agents):
         if any(prompt.messages is None for prompt in prompts.prompts):
@@ -153,12 +156,12 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) 
     render_tail(tokenizer, chats[0], [{"role": "user", "content": "further"}], options)
     notes: list[str] = []
     has_tools = any(prompt.tools for prompt in prompts.prompts)
-    if has_tools or agents.program:
+    if has_tools or program:
         found = find_tool_format(tokenizer, options) if agents.tool_format == AUTO else agents.tool_format
         if has_tools:
             found = require_format(found, "agents.tool_format = auto")
         notes += [f"replies call tools in the format {found} (agents.tool_format)"] if found else []
-        if agents.program is not None and not shows_tools(tokenizer, options):
+        if program is not None and not shows_tools(tokenizer, options):
             notes += ["the chat template does not show tools: a request of the program that has some is refused"]
     notes += describe_gaps(agents.tools)
     if rewrites_history(tokenizer, options):
@@ -171,6 +174,6 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) 
 
 def list_tools(agents: AgentsConfig) -> list[dict[str, Any]]:
     """Return the tools for the chat template, from `agents.tools` or from the environment."""
-    if agents.environment is None:
+    if agents.environment is None or agents.program_or_taskset is not None:
         return describe_tools(agents.tools)
     return getattr(find_environment(agents.environment), "tools", [])

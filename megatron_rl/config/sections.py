@@ -119,7 +119,8 @@ class AgentsConfig:
 
     environment: str | None = option(
         None,
-        "calculator, textarena:GAME, gem:GAME, openenv:URL, or your class, path.py:Name; null: one response a prompt.",
+        "calculator, textarena:GAME, gem:GAME, reasoning-gym:NAME, verifiers:TASKSET, openenv:URL, or your class,"
+        " path.py:Name; null: one response a prompt.",
     )
     tools: list[str] = option(
         [],
@@ -154,6 +155,12 @@ class AgentsConfig:
     def has_episodes(self) -> bool:
         """Whether an environment, tools or a program make episodes of several turns."""
         return self.environment is not None or self.program is not None or bool(self.tools)
+
+    @property
+    def program_or_taskset(self) -> str | None:
+        """Return `program`, or an environment that is a program, too: it asks for its replies."""
+        is_taskset = self.environment is not None and self.environment.startswith("verifiers:")
+        return self.environment if is_taskset else self.program
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from megatron_rl.types import UserError
 
 _SOURCE = "data.train_files / data.validation_files"
 _EXPECTED = f"{GYM}NAME?size=500&seed=1, further options as the data set has them"
-_QUESTION = "{question}\n\nWrite your final answer between <answer> and </answer>."
+QUESTION = "{question}\n\nWrite your final answer between <answer> and </answer>."
 
 
 def read_reasoning_gym(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -27,7 +27,7 @@ def read_reasoning_gym(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
     tasks = _open(file)
     for index in range(len(tasks)):
         task = tasks[index]
-        prompt = [{"role": "user", "content": _QUESTION.format(question=task["question"].strip())}]
+        prompt = [{"role": "user", "content": QUESTION.format(question=task["question"].strip())}]
         answer = {"file": file, "index": index, "answer": str(task["answer"])}
         columns = {"prompt": prompt, "answer": answer, "data_source": file.partition("?")[0]}
         yield f"{file}:task {index}", columns
@@ -40,12 +40,16 @@ def score_reasoning_gym(response: str, ground_truth: Any) -> float:
         response: its last <answer> is scored, or all text after </think>.
         ground_truth: `answer` column of `read_reasoning_gym`.
     """
-    tasks = _open(ground_truth["file"])
+    return score_answer(_open(ground_truth["file"]), ground_truth["index"], response)
+
+
+def score_answer(tasks: Any, index: int, response: str) -> float:
+    """Return the score of a response to a task."""
     said = response.rpartition("</think>")[2]
     if "<answer>" in said:
         said = said.rpartition("<answer>")[2].partition("</answer>")[0]
     try:
-        return float(tasks.score_answer(said.strip(), tasks[ground_truth["index"]]))
+        return float(tasks.score_answer(said.strip(), tasks[index]))
     except Exception:  # the package's scorers parse arbitrary model output
         return 0.0
 
@@ -55,13 +59,23 @@ def identify(file: str) -> str:
     return f"{file} {version('reasoning-gym')}"
 
 
+def split_options(text: str) -> tuple[str, dict[str, Any]]:
+    """Split "NAME?size=500&seed=1" into the name and its options, whose values are JSON or text."""
+    name, _, query = text.partition("?")
+    return name, {key: _read_value(value) for key, value in parse_qsl(query)}
+
+
+def create_tasks(text: str, **more: Any) -> Any:
+    """Create the data set "NAME?options" of the package; `more` overrides its options."""
+    name, options = split_options(text)
+    return import_module("reasoning_gym").create_dataset(name, **options | more)  # optional, and slow to import
+
+
 @lru_cache
 def _open(file: str) -> Any:
-    name, _, query = file.removeprefix(GYM).partition("?")
-    options = {key: _read_value(value) for key, value in parse_qsl(query)}
+    name, options = split_options(file.removeprefix(GYM))
     try:
-        package = import_module("reasoning_gym")  # optional, and slow to import
-        return package.create_dataset(name, **{"size": 500, "seed": 1, **options})
+        return create_tasks(name, **{"size": 500, "seed": 1, **options})
     except ImportError as error:
         raise UserError(
             f"{file}: the package reasoning-gym is not installed",

@@ -249,7 +249,8 @@ def find_shape(model_path: str, recipe: Path | None) -> Path:
     """
     own, name = Path(model_path) / "config.json", Path(model_path).name.partition("@")[0]
     shelves = [recipe.parent / "shapes"] if recipe is not None else []
-    shelves.append(Path(__file__).resolve().parents[2] / "launch" / "recipes" / "shapes")
+    house = Path(__file__).resolve().parents[1]
+    shelves += [root / "launch" / "recipes" / "shapes" for root in (house.parent, house / "scripts")]  # of a wheel
     places = [own, *(shelf / f"{name}.json" for shelf in shelves)]
     return next((place for place in places if place.is_file()), own)
 

@@ -7,6 +7,9 @@
     python -m venv VENV; VENV/bin/pip install verifiers
     VERIFIERS_PYTHON=VENV/bin/python pytest -m slow tests/agents/test_frameworks.py
 
+    pip install verifiers uv
+    pytest -m slow tests/agents/test_frameworks.py -k taskset      # uv fetches packages at the first time
+
 Frameworks that cannot be imported are skipped. Verifiers needs other package versions, hence its own interpreter. Not
 covered: features beyond a tool call and its answer.
 """
@@ -62,6 +65,24 @@ async def agent(task, base_url):
         raise RuntimeError(done.stderr[-1500:])
     return float(done.stdout.split()[-1])
 """
+TASKSET = """
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    answer: str
+
+class Sum(vf.Task[Data]):
+    @vf.reward
+    async def is_right(self, trace) -> float:
+        return float(self.data.answer in (trace.last_reply or ""))
+
+class Sums(vf.Taskset[Sum]):
+    def load(self):
+        for i in range(4):
+            yield Sum(Data(prompt=f"{i} + 1?", answer=str(i + 1)), self.config.task)
+
+__all__ = ["Sums"]
+"""
 FRAMEWORKS = {"pydantic_ai": PYDANTIC_AI, "agents": OPENAI_AGENTS}
 CALL = 'hello <tool_call>\n{"name": "calculate", "arguments": {"expression": "12*34"}}\n</tool_call>'
 
@@ -95,3 +116,20 @@ def test_an_episode_of_verifiers_in_an_interpreter_of_its_own(tmp_path):
     assert (answer.finish_reason, answer.reward) == (None, 1.0), answer.failure
     (branch,) = rollout.branches
     assert branch.tokens[branch.sampled].tolist() == policy.spell("hello") + policy.spell("12")
+
+
+@pytest.mark.slow
+def test_a_taskset_of_verifiers_by_its_name(tmp_path, monkeypatch):
+    """Its prompt, not the row's, and its reward: 1 + 1 is 2, and not 3."""
+    pytest.importorskip("verifiers.v1")
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "plus_one.py").write_text(TASKSET)
+    monkeypatch.syspath_prepend(tmp_path / "modules")  # of this process and of those of the episodes
+    policy = ScriptedPolicy(tmp_path, "", turn_seconds=120.0, program="verifiers:plus-one")
+    for reply, reward in (("2", 1.0), ("3", 0.0)):
+        answer, rollout, requests, _ = policy.play("any", reply, extra_info={"task": 1})
+        assert (answer.finish_reason, answer.reward) == (None, reward), answer.failure
+        assert requests == [policy.encode([{"role": "user", "content": "1 + 1?"}])]
+        (branch,) = rollout.branches
+        assert branch.tokens[branch.sampled].tolist() == policy.spell(reply)
+    policy.processes.close_all()

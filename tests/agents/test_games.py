@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Games of textarena and GEM as environments.
+"""Games of textarena and GEM, and tasks of reasoning-gym, as environments; names of verifiers that are refused.
 
 The default tier has small modules in the packages' places; `pip install textarena gem-llm` and `-m slow` play theirs.
 """
@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.agents.environment import Done, Observation, Reply, Task, find_environment
+from megatron_rl.agents.program import find_program, list_tools
+from megatron_rl.config.sections import AgentsConfig
 from megatron_rl.types import UserError
 
 TASK = Task("", "", "", {}, {}, seed=3)
@@ -78,10 +80,42 @@ def test_gem_rewards_each_turn(monkeypatch):
     assert say(environment, "stop") == Done(0.5)
 
 
-def test_a_package_that_is_not_there_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gem", None)
-    with pytest.raises(UserError, match="pip install gem-llm"):
-        find_environment("gem:Say-v0")
+def test_a_task_of_reasoning_gym_is_made_from_the_seed(monkeypatch):
+    class Sums(list):
+        def score_answer(self, answer, entry):
+            return 1.0 if answer == entry["answer"] else 0.25
+
+    def create(name, size, seed=None, most=9):
+        if name != "sums":
+            raise ValueError(f"{name} not registered")
+        return Sums([{"question": f" {seed} + {most}? ", "answer": str((seed or 0) + most)}] * size)
+
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create))
+    environment = find_environment("reasoning-gym:sums?most=5")()
+    (message,) = environment.reset(TASK).messages
+    assert message["content"].startswith("3 + 5?\n") and "<answer>" in message["content"]
+    assert say(environment, "7 <answer> 8 </answer>") == Done(1.0)
+    assert say(environment, "7") == Done(0.25)
+    with pytest.raises(UserError, match="words not registered"):
+        find_environment("reasoning-gym:words")
+
+
+@pytest.mark.parametrize(("kind", "module"), [("gem", "gem"), ("verifiers", "verifiers"), ("textarena", "textarena")])
+def test_a_package_that_is_not_there_is_asked_for(kind, module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=f"pip install {kind}"):
+        find_environment(f"{kind}:Say-v0")
+
+
+def test_a_taskset_of_verifiers_is_a_program(monkeypatch):
+    """As a program it is checked and played; the chat template shows no tools of its own."""
+    agents = AgentsConfig(environment="verifiers:gsm8k")
+    assert agents.program_or_taskset == "verifiers:gsm8k" and list_tools(agents) == []
+    assert AgentsConfig(environment="gem:Say-v0", program=None).program_or_taskset is None
+    assert AgentsConfig(program="mine.py:agent").program_or_taskset == "mine.py:agent"
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    with pytest.raises(UserError, match="pip install verifiers"):
+        find_program(agents.program_or_taskset)
 
 
 @pytest.mark.slow

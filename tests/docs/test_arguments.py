@@ -34,6 +34,7 @@ UNREAD = {
     "source": "of the shell",
     "mkdir": "of the shell",
     "pip": "installs a package that docs/dependencies.md names",
+    "megatron-rl": "needs the package installed; tests/launch/test_wheel.py types its commands",
     "ssh": "needs another machine",
     "tensorboard": "another program; tests/observability/test_tensorboard.py reads what it shows",
     "wandb": "another program, and needs an account",

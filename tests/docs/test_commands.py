@@ -46,11 +46,16 @@ COVERED = {
     "bash tests/run.sh": ".ci/run::exec bash tests/run.sh",
     "torchrun --nproc-per-node 4 launch/pretrain_grpo.py RECIPE.yaml algorithm.plugins=[mine.py] "
     "algorithm.adv_estimator=best_of_group algorithm.policy_loss=plain": "tests/run/test_algorithms_in_loop.py::test_estimator_and_loss_of_the_users_own",
+    "megatron-rl toy-task --out checkpoints/toy_arithmetic": "tests/launch/test_wheel.py::test_training_from_a_wheel_in_another_directory",
+    "megatron-rl finetune --nproc-per-node 2 toy_arithmetic_sft.yaml": "tests/launch/test_wheel.py::test_training_from_a_wheel_in_another_directory",
+    "megatron-rl train --nproc-per-node 2 toy_arithmetic.yaml actor.pipeline_model_parallel_size=1": "tests/launch/test_wheel.py::test_training_from_a_wheel_in_another_directory",
     "python tools/doctor.py": "tests/tools/test_doctor.py::test_one_machine",
     "python tools/inspect_checkpoint.py checkpoints/runs/first": "tests/tools/test_convert.py::test_training_checkpoints",
     "python tools/convert_megatron_to_hf.py --checkpoint checkpoints/runs/first --out policy": "tests/tools/test_convert.py::test_training_checkpoints",
 }
 NOT_RUN = {
+    "pip install .[cpu]": "installs packages",
+    "megatron-rl --help": "needs the package installed; tests/launch/test_wheel.py has its commands",
     "bash launch/quickstart_real.sh": "downloads a model",
     "source .venv/bin/activate": "the environment of this test is active",
     "torchrun --nproc-per-node 8 launch/pretrain_grpo.py my_recipe.yaml actor.lr=1e-6 --sequence-parallel": "needs GPUs and a model of the reader's; tests/launch/test_entry_points.py runs torchrun with the toy recipe",

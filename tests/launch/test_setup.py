@@ -15,6 +15,8 @@ import pytest
 from launch.pip_sources import to_uv_options
 from launch_runs import ROOT, environment
 
+FILES = ("requirements-cpu.txt", "tests/requirements.txt", "docs/requirements.txt")
+REQUIREMENTS = " ".join(f"--requirement={ROOT}/{name}" for name in FILES)  # one resolution
 # Records pip's arguments; the Python that runs the tests does everything else.
 PYTHON = f"""#!/bin/bash
 case "$*" in
@@ -73,14 +75,14 @@ def test_uv_installs_from_where_pip_would(tmp_path: Path) -> None:
     for call in (torch, requirements):
         assert call.startswith("uv pip install --python ") and "--compile-bytecode" in call
         assert "--find-links /wheels --find-links /more" in call
-    assert torch.endswith(f" {find_torch()}+cpu") and requirements.endswith(f" -r {ROOT}/requirements-cpu.txt")
+    assert torch.endswith(f" {find_torch()}+cpu") and requirements.endswith(f" {REQUIREMENTS}")
     assert removed.startswith("pip uninstall")
 
 
 def test_pip_does_what_uv_fails_at(tmp_path: Path) -> None:
     calls = set_up(tmp_path, uv_status=1)
     assert [call.split()[0] for call in calls] == ["uv", "pip", "uv", "pip", "pip"]
-    assert calls[1] == f"pip install {find_torch()}+cpu" and calls[3] == f"pip install -r {ROOT}/requirements-cpu.txt"
+    assert calls[1] == f"pip install {find_torch()}+cpu" and calls[3] == f"pip install {REQUIREMENTS}"
 
 
 def test_a_setting_of_pip_that_uv_does_not_know(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_without_a_cpu_build_of_torch(tmp_path: Path) -> None:
     assert [call.split()[0] for call in calls] == ["uv", "pip", "pip", "uv", "uv", "pip"]
     assert "--index-url https://download.pytorch.org/whl/cpu" in calls[2]
     assert calls[3].endswith(f" {find_torch()}")
-    assert calls[4].endswith(f" --override {tmp_path}/setup.torch -r {ROOT}/requirements-cpu.txt")
+    assert calls[4].endswith(f" --override {tmp_path}/setup.torch {REQUIREMENTS}")
     assert (tmp_path / "setup.torch").read_text().strip() == find_torch()
 
 

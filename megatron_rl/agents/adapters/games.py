@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single-player games of textarena and gem-llm: `textarena:FrozenLake-v0`, `gem:game:Sudoku-v0-easy`.
+"""Environments of packages: games of textarena and gem-llm, tasks of reasoning-gym, tasksets of verifiers.
 
-The first observation follows the prompt's messages. The task seeds the game, so all episodes on a prompt start alike.
+The first observation follows the prompt's messages, except with verifiers, which writes the prompt itself. The task
+seeds the game, so all episodes on a prompt start alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from itertools import islice
 from typing import Any
 
-from megatron_rl.agents.environment import Done, Environment, Observation, Reply, Task
+from megatron_rl.agents.environment import Done, Observation, Reply, Task
+from megatron_rl.extension.reasoning_gym import QUESTION, create_tasks, score_answer, split_options
 from megatron_rl.types import UserError
 
 
@@ -64,14 +67,72 @@ def _say(shown: str, info: Mapping[str, Any], reward: float | None = None) -> Ob
     return Observation([{"role": "user", "content": "\n".join(filter(None, parts))}], reward)
 
 
-# Prefix of `agents.environment` -> PyPI package, module, and environment class.
-GAMES: dict[str, tuple[str, str, Callable[[str], Environment]]] = {
+class ReasoningGymTask:
+    """A new task of a reasoning-gym data set, with one reply."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._tasks = name, create_tasks(name, size=1)
+
+    def reset(self, task: Task) -> Observation:
+        """Return the question."""
+        self._tasks = create_tasks(self._name, size=1, seed=task.seed)
+        question = QUESTION.format(question=self._tasks[0]["question"].strip())
+        return Observation([{"role": "user", "content": question}])
+
+    def step(self, reply: Reply) -> Done:
+        """Score the answer."""
+        return Done(score_answer(self._tasks, 0, reply.text))
+
+
+class VerifiersTaskset:
+    """A taskset of verifiers 0.4, as a program: its environment plays an episode against the endpoint.
+
+    Its programs run on this machine; a taskset without a harness of its own gets the one that only chats.
+    """
+
+    def __init__(self, name: str) -> None:
+        verifiers, loaders = import_module("verifiers.v1"), import_module("verifiers.v1.utils.loaders")
+        taskset, options = split_options(name)
+        config = loaders.resolve_env_config({"taskset": {"id": taskset, **options}})
+        own = loaders.default_harness_id(taskset)
+        harness = "null" if own == "bash" else own
+        for role, agent in config:
+            if isinstance(agent, verifiers.AgentConfig):
+                chat = agent.harness or loaders.harness_config_type(harness)(id=harness)
+                here = agent.model_copy(update={"runtime": verifiers.SubprocessConfig(), "harness": chat})
+                config = config.model_copy(update={role: here})
+        self._environment = loaders.load_environment(config)
+        tasks = self._environment.taskset
+        self._tasks = list(islice(tasks, None if tasks.bounded else 1_000))
+
+    async def __call__(self, task: Task, base_url: str) -> float:
+        """Play the task number `extra_info.task`, by default the seed, modulo the number of tasks.
+
+        Raises:
+            RuntimeError: the episode has failed.
+        """
+        verifiers = import_module("verifiers.v1")
+        chosen = self._tasks[int(task.extra_info.get("task", task.seed)) % len(self._tasks)]
+        client = verifiers.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
+        context = verifiers.ModelContext(model="policy", client=client, sampling=verifiers.SamplingConfig())
+        async with self._environment.serving():
+            episode = await self._environment.run_episode(chosen, context)
+        errors = [*episode.errors, *(trace.last_error for trace in episode.traces if trace.last_error)]
+        if errors or len(episode.traces) != 1:
+            raise RuntimeError(f"{len(episode.traces)} agents in an episode; " + "; ".join(x.message for x in errors))
+        return float(episode.traces[0].reward)
+
+
+# Prefix of `agents.environment` -> PyPI package, module, and class of environments; verifiers' is a program.
+GAMES: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "textarena": ("textarena", "textarena", TextArenaGame),
     "gem": ("gem-llm", "gem", GemGame),
+    "reasoning-gym": ("reasoning-gym", "reasoning_gym", ReasoningGymTask),
+    "verifiers": ("verifiers", "verifiers.v1", VerifiersTaskset),
 }
 
 
-def find_game(kind: str, name: str) -> Callable[[], Environment]:
+def find_game(kind: str, name: str) -> Callable[[], Any]:
     """Return a game's environment factory (UserError if the package or the game is missing)."""
     package, module, play = GAMES[kind]
     hint: Any = f"pip install {package}"
@@ -83,7 +144,7 @@ def find_game(kind: str, name: str) -> Callable[[], Environment]:
         raise UserError(
             f"{type(error).__name__}: {error}",
             source=f"agents.environment = {kind}:{name}",
-            expected=f"a game of {package}",
+            expected=f"an environment of {package}",
             hint=hint,
         ) from error
     return lambda: play(name)
