@@ -178,7 +178,7 @@ def read_settings(
         settings = read_mapping(recipe, mistakes)
     else:
         settings = read_recipe(Path(recipe), mistakes) if recipe else []
-        if any(one.name == "defaults" for one in settings):
+        if recipe and any(one.name == "defaults" for one in settings):
             settings = _verl_defaults().compose(Path(recipe), settings, mistakes)
     if any(argument.startswith(("--config-", "-c")) for argument in overrides):  # Hydra's flags
         flags, overrides = _verl_defaults().take_flags(overrides)
