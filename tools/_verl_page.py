@@ -6,6 +6,7 @@ from __future__ import annotations
 from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs
 from megatron_rl.compat.name_groups import GROUPS
 from megatron_rl.compat.name_tables import ALIASES, PATTERNS
+from megatron_rl.compat.verl_defaults import DEFAULTS, DEPENDENT, OF_FSDP
 from megatron_rl.config.fields import list_fields
 from megatron_rl.config.rendering import render
 
@@ -18,11 +19,25 @@ Recipes and command-line overrides written for verl work unchanged:
     torchrun --nproc-per-node 8 launch/pretrain_grpo.py verl_recipe.yaml actor_rollout_ref.rollout.n=16
 
 Every name is understood, ignored with a notice, or refused with the reason; an unknown name is an error.
-`${section.key}`, `${.key}` and `${oc.select:section.key,default}` are resolved, `~/` is your home, and `null` and `???`
-mean "not given". Keys that this program spells alike (`data.train_batch_size`, `trainer.total_epochs`) are its own.
+`${section.key}`, `${.key}` and `${oc.select:section.key,default}` are resolved, also nested, `~/` is your home, and
+`null` and `???` mean "not given". `--config-path DIR --config-name NAME` reads a file of yours, and its list `defaults`
+the files beside it; of verl's own files the names are enough.
+Keys that this program spells alike (`data.train_batch_size`, `trainer.total_epochs`) are its own.
 A dry run without `--world-size` plans for `trainer.nnodes` x `trainer.n_gpus_per_node` ranks.
 
 `python tools/make_docs.py` makes this page from the tables of names. TRL's names are in [Migrating](migrating.md#trl).
+"""
+_DEFAULTS = """
+## Defaults
+
+A recipe, or a command without one, is verl's if it has names of `actor_rollout_ref` or `model_engine`, no section that
+only this program has (`actor`, `schedule`, ...), and names the policy by verl's name or the GPUs by
+`trainer.n_gpus_per_node` (default: 8). It gets these defaults of verl's where this program has others; the note
+`assumed:` says which have an effect. Files and names of a run (`data.val_files`, `critic.model.path`,
+`trainer.default_local_dir`) and `rollout.enforce_eager` keep this program's defaults.
+
+| verl | default | |
+|---|---|---|
 """
 _UNDERSTOOD = """
 ## Understood
@@ -71,12 +86,18 @@ def format_page() -> str:
         else:
             assert isinstance(alias, Ignored)
             ignored.append((f"`{name}`", alias.reason))
-    ignored += [(f"`{pattern}`", alias.reason) for pattern, alias in PATTERNS.items()]
+    ignored += [(f"`{name}`", alias.reason) for name, alias in PATTERNS.items() if isinstance(alias, Ignored)]
+    accepted += [(f"`{name}`", "`null`", alias.reason) for name, alias in PATTERNS.items() if isinstance(alias, Only)]
+    defaults = [(f"`{name}`", f"`{render(value)}`", "") for name, value in DEFAULTS.items()]
+    defaults += [(f"`{name}`", f"`{render(value)}`", "but with Megatron") for name, value in OF_FSDP.items()]
+    defaults += [(f"`{name}`", f"`{render(value)}`", f"with `{other}`") for name, value, other in DEPENDENT]
     together = [(", ".join(f"`{name}`" for name in group.names), group.meaning) for group in GROUPS]
     shared = [name for name in sorted(own) if name in ALIASES]
     note = f"\nOf these, {', '.join(f'`{name}`' for name in shared)} are also names of this program's own.\n"
     return (
         _INTRODUCTION
+        + _DEFAULTS
+        + _rows(defaults)
         + _UNDERSTOOD
         + _rows(understood)
         + note

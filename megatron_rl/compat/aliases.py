@@ -15,15 +15,14 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megatron_rl.compat import name_groups, name_tables, trl
+from megatron_rl.compat import name_groups, name_tables, trl, verl_defaults
 from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs, each, look_up, note, same
-from megatron_rl.compat.name_groups import LOSS_MODE, MODEL_PATH
 from megatron_rl.compat.name_tables import PATTERNS
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.fields import FieldInfo, list_fields, list_options, section_classes
 from megatron_rl.config.rendering import WIDTH, render
 from megatron_rl.config.schema import ACTOR_DECIDES
-from megatron_rl.config.sources import ASSUMED, Setting, describe
+from megatron_rl.config.sources import Setting, describe
 from megatron_rl.config.suggestions import unknown_key_error
 from megatron_rl.types import UserError
 
@@ -35,6 +34,7 @@ Settings are given in the recipe (nested sections) and on the command line, whic
   verl's names                    actor_rollout_ref.rollout.n=8   (list below)
   TRL's names                     num_generations=8   (docs/migrating.md)
 """
+_NAMED = 12  # settings without effect that a note names
 # Hydra's mark for a mandatory value, and an empty section left by a reference.
 _NOTHING = ("???", {})
 _GONE = "the setting is gone, and what its default said is always done"
@@ -81,11 +81,15 @@ def alias_target(name: str) -> str | None:
 
 
 def find_ranks(settings: Sequence[Setting]) -> int | None:
-    """Return a verl recipe's number of ranks, `trainer.nnodes * trainer.n_gpus_per_node`, or `None`."""
+    """Return a verl recipe's number of ranks, those of its trainer and of its separate engines, or `None`."""
     values = {setting.name: setting.value for setting in settings}
-    nodes, gpus = values.get("trainer.nnodes", 1), values.get("trainer.n_gpus_per_node")
-    counted = all(isinstance(number, int) and number > 0 for number in (nodes, gpus))
-    return nodes * gpus if counted else None
+    is_verl, ranks = verl_defaults.is_verl(settings), 0
+    for section in ("trainer", "rollout"):
+        nodes, gpus = values.get(f"{section}.nnodes", 1), values.get(f"{section}.n_gpus_per_node")
+        gpus = 8 if gpus is None and is_verl and section == "trainer" else gpus
+        if all(isinstance(number, int) and number > 0 for number in (nodes, gpus)):
+            ranks += nodes * gpus
+    return ranks or None
 
 
 def translate(
@@ -102,9 +106,9 @@ def translate(
         latest.pop(setting.name, None)  # so that a repeated name moves to its later position
         if setting.value not in _NOTHING:
             latest[setting.name] = replace(setting, value=_expand_home(setting.value))
-    lowest = min((setting.layer for setting in settings), default=ASSUMED)
-    if any(setting.name == MODEL_PATH and setting.layer == lowest for setting in settings):  # a recipe of verl's
-        latest.setdefault(LOSS_MODE, Setting(LOSS_MODE, "vanilla", "verl's default", ASSUMED))
+    is_verl = verl_defaults.is_verl(settings)
+    if is_verl:
+        verl_defaults.add_defaults(latest)
     translated: list[Setting] = []
     notes: list[str] = []
     for group in _GROUPS:
@@ -117,7 +121,7 @@ def translate(
                 else:
                     translated.append(found)
     repeated: list[tuple[Setting, SameAs]] = []
-    below: dict[str, list[Setting]] = {}
+    idle: list[tuple[Setting, str]] = []
     for setting in latest.values():
         alias = _ALIASES.get(re.sub(r"^teachers\.[^.]+", "teachers.*", setting.name))
         with mistakes.collect(alias.target if isinstance(alias, Renamed) else setting.name):
@@ -125,24 +129,30 @@ def translate(
                 translated += _rename(setting, alias, fields)
             elif isinstance(alias, SameAs):
                 repeated.append((setting, alias))
-            elif alias is not None:
-                notes += _ignore(setting, alias)
-            elif setting.name in fields:
+            elif alias is None and setting.name in fields:
                 translated.append(setting)
             else:
-                pattern = next((pattern for pattern in _PATTERNS if fnmatchcase(setting.name, pattern)), None)
-                if pattern is None:
-                    raise unknown_key_error(setting.name, setting.source, fields, alias_names())
-                if setting.value is not None:
-                    below.setdefault(pattern, []).append(setting)
+                if alias is None:
+                    pattern = next((pattern for pattern in _PATTERNS if fnmatchcase(setting.name, pattern)), None)
+                    if pattern is None:
+                        raise unknown_key_error(setting.name, setting.source, fields, alias_names())
+                    alias = _PATTERNS[pattern]
+                idle += _ignore(setting, alias)
     for setting, alias in repeated:
         with mistakes.collect(alias.target):
             notes += _compare(setting, alias, translated, fields)
-    for pattern, members in below.items():
-        reason = _PATTERNS[pattern].reason
-        several = f"ignored: {len(members)} settings {pattern} ({members[0].source} ff.), {reason}"
-        notes.append(note(members[0], reason) if len(members) == 1 else several)
-    return translated, notes
+    notes = [*verl_defaults.describe_assumed(translated, fields), *filter(None, notes)]
+    notes += verl_defaults.describe_unused(translated) if is_verl else []
+    return translated, [*sorted(notes, key=lambda text: text.startswith("ignored: ")), *_fold(idle)]
+
+
+def _fold(idle: Sequence[tuple[Setting, str]]) -> list[str]:
+    """Return one note for all settings that change no result, with the reason if it is a single one."""
+    if len(idle) < 2:
+        return [note(*one) for one in idle]
+    names = ", ".join(setting.name for setting, _ in idle[:_NAMED])
+    more = f" and {len(idle) - _NAMED} more" if len(idle) > _NAMED else ""
+    return [f"ignored: {len(idle)} settings without effect on the results (reasons: docs/verl_keys.md): {names}{more}"]
 
 
 def _expand_home(value: Any) -> Any:
@@ -162,11 +172,11 @@ def _rename(setting: Setting, alias: Renamed, fields: Mapping[str, FieldInfo]) -
     return [replace(setting, name=alias.target)]
 
 
-def _ignore(setting: Setting, alias: Ignored | Only) -> list[str]:
+def _ignore(setting: Setting, alias: Ignored | Only) -> list[tuple[Setting, str]]:
     if setting.value is None:
         return []
     if isinstance(alias, Ignored):
-        return [note(setting, alias.reason)]
+        return [(setting, alias.reason)]
     if any(same(setting.value, allowed) for allowed in alias.allowed):
         return []
     accepted = " or ".join(repr(allowed) for allowed in (alias.allowed or (None,)))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from megatron_rl.config.sources import Setting, describe
+from megatron_rl.config.sources import ASSUMED, Setting, describe
 from megatron_rl.types import UserError
 
 Meaning = TypeVar("Meaning")
@@ -113,5 +113,5 @@ def read_boolean(setting: Setting) -> bool:
 
 
 def note(setting: Setting, reason: str) -> str:
-    """Format the note for a setting without effect."""
-    return f"ignored: {describe(setting)}, {reason}"
+    """Format the note for a setting without effect; nothing for a default that nobody wrote."""
+    return "" if setting.layer == ASSUMED else f"ignored: {describe(setting)}, {reason}"

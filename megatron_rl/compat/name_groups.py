@@ -11,16 +11,17 @@ term has a choice of place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from megatron_rl.compat.kinds import AliasGroup, Combined, Parts, look_up, note, put, read_boolean, same
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.config.sources import ASSUMED, Setting, describe
+from megatron_rl.config.sources import ASSUMED, COMMAND_LINE, Setting, describe
 from megatron_rl.types import UserError
 
 _ACTOR = "actor_rollout_ref.actor"
-MODEL_PATH = "actor_rollout_ref.model.path"
 LOSS_MODE, _DUAL_CLIP = f"{_ACTOR}.policy_loss.loss_mode", f"{_ACTOR}.clip_ratio_c"
 _AGGREGATION, _SCALE = f"{_ACTOR}.loss_agg_mode", f"{_ACTOR}.loss_scale_factor"
 _COV_RATIOS = {mode: f"{_ACTOR}.policy_loss.{mode}_ratio" for mode in ("clip_cov", "kl_cov")}
@@ -78,10 +79,6 @@ def _combine_policy_loss(parts: Parts) -> Combined:
         yield replace(dual_clip, name="algorithm.dual_clip")
     elif mode is not None and has_clip and not (own_loss and own_loss.value != LOSS_MODES[mode.value]):
         yield put(mode, "algorithm.dual_clip", _VERL_DUAL_CLIP, layer=ASSUMED)
-        yield (
-            f"assumed: {_DUAL_CLIP}={_VERL_DUAL_CLIP} unless algorithm.dual_clip is given, because verl's "
-            f"loss {mode.value!r} always has a dual clip"
-        )
     yield from _combine_aggregation(parts, mode)
     for owner, name in _COV_RATIOS.items():
         if name in parts and mode is not None and mode.value == owner:
@@ -157,7 +154,6 @@ def _combine_kl(parts: Parts) -> Combined:
         yield note(coef, f"{_USE_KL_LOSS} is false") if is_off else replace(coef, name="algorithm.kl_coef")
     elif use_loss is not None and in_loss:
         yield put(use_loss, "algorithm.kl_coef", _VERL_KL_COEF, layer=ASSUMED)
-        yield f"assumed: {_KL_LOSS_COEF}={_VERL_KL_COEF} unless algorithm.kl_coef is given, because of {_USE_KL_LOSS}"
     if _KL_LOSS_TYPE in parts:
         yield _read_kl_type(parts[_KL_LOSS_TYPE])
     unused, lone = {_KL_PENALTY, *_CONTROLLER}, parts.get(_KL_CTRL_COEF)
@@ -184,51 +180,70 @@ def _ignore(parts: Parts, names: Collection[str], reason: str) -> Combined:
     return (note(parts[name], reason) for name in _KL_NAMES if name in parts and name in names)
 
 
-_REWARD_PATH, _REWARD_NAME = "custom_reward_function.path", "custom_reward_function.name"
 _TRUNCATION, _FILTER = "data.truncation", "data.filter_overlong_prompts"
 _REWARD_KEY = "data.reward_fn_key"
 _DO_SAMPLE = "actor_rollout_ref.rollout.val_kwargs.do_sample"
 _VAL_TEMPERATURE = "actor_rollout_ref.rollout.val_kwargs.temperature"
-_MODEL_REWARD, _MODEL_REWARD_PATH = "reward_model.enable", "reward_model.model.path"
+_REWARD_FILES = ("custom_reward_function.path", "reward.custom_reward_function.path")
 _RESUME_MODE, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _PROMPT, _RESPONSE = "data.max_prompt_length", "data.max_response_length"
 
 
-def _combine_reward(parts: Parts) -> Combined:
-    path, name = parts.get(_REWARD_PATH), parts.get(_REWARD_NAME)
-    if path is None or path.value is None:
-        if name is not None and name.value is not None:
-            yield note(name, f"no {_REWARD_PATH} is given")
-        return
-    for setting in parts.values():
-        if not isinstance(setting.value, str):
+def _reward_group(prefix: str) -> AliasGroup:
+    """Build the translation of a reward function, whose `prefix` differs between verl versions."""
+    file, name = f"{prefix}.path", f"{prefix}.name"
+
+    def combine(parts: Parts) -> Combined:
+        given = {key: part for key, part in parts.items() if part.value is not None}
+        if file not in given:
+            if name in given and given[name].value != "compute_score":
+                yield note(given[name], f"no {file} is given")
+            return
+        for setting in given.values():
+            if not isinstance(setting.value, str):
+                raise UserError(
+                    f"{setting.name} = {setting.value!r} is not accepted",
+                    source=setting.source,
+                    expected="text",
+                    hint=f"give the file in {file} and the function in {name}",
+                )
+        function = given[name].value if name in given else "compute_score"
+        strongest = max(given.values(), key=lambda one: one.layer)
+        yield put(strongest, "reward.function", f"{given[file].value}:{function}")
+
+    return AliasGroup((file, name), "reward.function", combine)
+
+
+def _reward_model_group(enable: str, path: str) -> AliasGroup:
+    """Build the translation of a reward model, whose names differ between verl versions."""
+
+    def combine(parts: Parts) -> Combined:
+        switch, given = parts.get(enable), parts.get(path)
+        if given is not None and given.value is None:
+            given = None
+        if switch is None or not read_boolean(switch):
+            if given is not None:
+                yield note(given, f"{enable} is not true")
+            return
+        function = next((parts[name] for name in _REWARD_FILES if name in parts and parts[name].value), None)
+        if function is not None:
             raise UserError(
-                f"{setting.name} = {setting.value!r} is not accepted",
-                source=setting.source,
-                expected="text",
-                hint="give the file in custom_reward_function.path and the function in custom_reward_function.name",
+                f"{enable} = true and {describe(function)}",
+                source=switch.source,
+                expected="a reward model, or a function: none is given a served model to ask",
+                hint=f"serve the model, ask it in the function, and set {enable}=false",
             )
-    function = "compute_score" if name is None else name.value
-    yield put(max(parts.values(), key=lambda one: one.layer), "reward.function", f"{path.value}:{function}")
+        if given is None:
+            raise UserError(
+                f"{enable} = true without {path}",
+                source=switch.source,
+                expected="the directory of a reward model in HF format",
+                hint=f"give {path}",
+            )
+        yield replace(given, name="reward_model.path")
+        yield put(switch, "reward.components", ["1.0 model"], weak=True)
 
-
-def _combine_reward_model(parts: Parts) -> Combined:
-    enable, path = parts.get(_MODEL_REWARD), parts.get(_MODEL_REWARD_PATH)
-    if path is not None and path.value is None:
-        path = None
-    if enable is None or not read_boolean(enable):
-        if path is not None:
-            yield note(path, f"{_MODEL_REWARD} is not true")
-        return
-    if path is None:
-        raise UserError(
-            f"{_MODEL_REWARD} = true without {_MODEL_REWARD_PATH}",
-            source=enable.source,
-            expected="the directory of a reward model in HF format",
-            hint=f"give {_MODEL_REWARD_PATH}",
-        )
-    yield replace(path, name="reward_model.path")
-    yield put(enable, "reward.components", ["1.0 model"], weak=True)
+    return AliasGroup((enable, path), "reward_model.path and the reward source 'model'", combine, reads=_REWARD_FILES)
 
 
 def _combine_overlong(parts: Parts) -> Combined:
@@ -258,6 +273,107 @@ def _combine_reward_key(parts: Parts) -> Combined:
             expected="'data_source': it names the column that chooses the reward",
             hint="rename the column",
         )
+
+
+_CORRECTION = {
+    leaf: f"algorithm.rollout_correction.{leaf}"
+    for leaf in ("rollout_is", "rollout_is_threshold", "bypass_mode", "loss_type", "use_policy_gradient")
+}
+_ENGINE_LOGPROBS = f"{_ACTOR}.use_rollout_log_probs"
+
+
+def _combine_correction(parts: Parts) -> Combined:
+    """Translate the correction of the engine's log-probs, or the choice to learn from them alone (bypass)."""
+    weights, bound, bypass, loss, gradient = (parts.get(name) for name in _CORRECTION.values())
+    switches = [one for one in (bypass, parts.get(_ENGINE_LOGPROBS)) if one is not None and read_boolean(one)]
+    if switches:
+        for one, allowed in ((loss, "ppo_clip"), (gradient, False)):
+            if one is not None and one.value not in (None, allowed):
+                raise UserError(
+                    f"{one.name} = {one.value!r} with {switches[0].name} = true is not supported",
+                    source=one.source,
+                    expected=f"{allowed!r}: the ratio corrects the engine's log-probs",
+                    hint=f"remove {one.name}",
+                )
+        yield put(switches[0], "algorithm.importance_sampling", "bypass")
+        yield from (note(one, f"{switches[0].name} is true") for one in (weights, bound) if one and one.value)
+        return
+    yield from (note(one, "it belongs to bypass_mode") for one in (loss, gradient) if one and one.value)
+    lower, _, upper = str(bound.value).rpartition("_") if bound else ("", "", "")
+    if weights is not None:
+        kinds = [(None, "none"), ("token", "token-mask" if lower else "token-truncate")]
+        kinds += [] if lower else [("sequence", "product-truncate")]
+        yield look_up(weights, "algorithm.importance_sampling", kinds, "set algorithm.importance_sampling, see --help")
+    if bound is not None and bound.value is not None:
+        yield from [put(bound, "algorithm.importance_low", _read_number(lower))] if lower else []
+        yield put(bound, "algorithm.importance_high", _read_number(upper))
+
+
+def _read_number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # refused as no number
+
+
+_ASYNC = {leaf: f"async_training.{leaf}" for leaf in ("staleness_threshold", "require_batches", "partial_rollout")} | {
+    "trigger_step": "async_training.trigger_parameter_sync_step",
+    "total": "rollout.total_rollout_steps",
+}
+_ASYNC_RANKS = ("rollout.nnodes", "rollout.n_gpus_per_node")
+_TRAINER_RANKS = ("trainer.nnodes", "trainer.n_gpus_per_node")
+_HYBRID, _MINI_BATCH = "actor_rollout_ref.hybrid_engine", f"{_ACTOR}.ppo_mini_batch_size"
+
+
+def _combine_async(parts: Parts) -> Combined:
+    """Translate verl's asynchronous trainer: a step here is what verl learns between two weight updates."""
+    given = [parts[name] for name in (*_ASYNC.values(), *_ASYNC_RANKS) if name in parts]
+    hybrid = parts.get(_HYBRID)
+    if not given:
+        if hybrid is not None and not read_boolean(hybrid):
+            raise UserError(
+                f"{_HYBRID} = false without rollout.n_gpus_per_node",
+                source=hybrid.source,
+                expected="true, or ranks of the engines",
+                hint="set placement.actor and placement.rollout",
+            )
+        return
+    staleness = max(1, math.ceil(_read_count(parts, _ASYNC["staleness_threshold"], 0.1)))
+    factors = [
+        _read_count(parts, name, default)
+        for name, default in ((_MINI_BATCH, 256), (_ASYNC["require_batches"], 1), (_ASYNC["trigger_step"], 4))
+    ]
+    trainers, engines = (
+        _read_count(parts, nodes, 1) * _read_count(parts, gpus, 8) for nodes, gpus in (_TRAINER_RANKS, _ASYNC_RANKS)
+    )
+    prompts, total = math.prod(factors), _read_count(parts, _ASYNC["total"], 0)
+    is_partial = _ASYNC["partial_rollout"] not in parts or read_boolean(parts[_ASYNC["partial_rollout"]])
+    ranks = f"0-{trainers - 1}"
+    translated = {
+        "schedule.max_staleness": staleness,
+        "schedule.updates": "in_flight" if is_partial else "drain",
+        "placement.actor": ranks,
+        "placement.reference": ranks,
+        "placement.rollout": f"{trainers}-{trainers + engines - 1}",
+    } | ({"trainer.total_steps": max(1, total // prompts)} if total else {})
+    yield from (put(given[0], target, value) for target, value in translated.items())
+    yield put(given[0], "data.train_batch_size", prompts, layer=COMMAND_LINE + 1)  # verl does not read the recipe's
+    yield (
+        f"read as data.train_batch_size={prompts}: {' * '.join(map(str, factors))}, the prompts of a minibatch, the "
+        f"minibatches of a step, and the steps between two weight updates; schedule.max_staleness={staleness}"
+    )
+
+
+def _read_count(parts: Parts, name: str, default: float) -> Any:
+    value = parts[name].value if name in parts and parts[name].value is not None else default
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise UserError(
+            f"{name} = {value!r} is no number",
+            source=parts[name].source,
+            expected="a number of 0 or more",
+            hint=f"remove {name}",
+        )
+    return value
 
 
 def _combine_validation_sampling(parts: Parts) -> Combined:
@@ -295,9 +411,18 @@ def _combine_resume(parts: Parts) -> Combined:
         )
 
 
+_SHARING = (
+    "ulysses_sequence_parallel_size",
+    "fsdp_config.ulysses_sequence_parallel_size",
+    "veomni.ulysses_parallel_size",
+    "megatron.context_parallel_size",
+)
+
+
 def _budget_group(prefix: str, role: str) -> AliasGroup:
     """Build the translation of a role's micro-batch settings, in tokens or sequences, to its token budget."""
     tokens, dynamic = f"{prefix}.ppo_max_token_len_per_gpu", f"{prefix}.use_dynamic_bsz"
+    sharing = tuple(f"{prefix}.{leaf}" for leaf in _SHARING)
     sequences, target = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{role}.max_tokens_per_microbatch"
 
     def combine(parts: Parts) -> Combined:
@@ -305,7 +430,11 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
         is_dynamic = dynamic in parts and read_boolean(parts[dynamic])
         if sequences not in given or (is_dynamic and tokens in given):
             if tokens in given:
-                yield replace(given[tokens], name=target)
+                counts = [parts[name].value for name in sharing if name in parts]
+                ranks = max((count for count in counts if isinstance(count, int)), default=1)
+                per_gpu = given[tokens].value
+                budget = per_gpu * ranks if isinstance(per_gpu, int) and ranks > 1 else per_gpu
+                yield replace(given[tokens], name=target, value=budget)
             if sequences in given:
                 yield note(given[sequences], f"{dynamic} is true")
             return
@@ -332,9 +461,10 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
 
     return AliasGroup(
         (tokens, dynamic, sequences),
-        f"{target}: the number of tokens, or that of sequences times the longest prompt and response",
+        f"{target}: the number of tokens of a GPU times the ranks that share a sequence, or that of sequences times "
+        "the longest prompt and response",
         combine,
-        reads=(_PROMPT, _RESPONSE),
+        reads=(_PROMPT, _RESPONSE, *sharing),
     )
 
 
@@ -370,6 +500,44 @@ def _betas_group(prefix: str, role: str) -> AliasGroup:
             yield put(given, f"{role}.adam_beta{i}", beta)
 
     return AliasGroup((name,), f"{role}.adam_beta1 and {role}.adam_beta2", combine)
+
+
+def _decay_group(prefix: str, role: str) -> AliasGroup:
+    steps, styles = f"{prefix}.optim.lr_decay_steps", (f"{prefix}.optim.lr_decay_style", f"{role}.lr_decay_style")
+
+    def combine(parts: Parts) -> Combined:
+        given = parts[steps]
+        if given.value is not None and any(name in parts and parts[name].value != "constant" for name in styles):
+            raise UserError(
+                f"{steps} = {given.value!r} is not supported",
+                source=given.source,
+                expected="null: the decay ends with the run",
+                hint=f"remove {steps}",
+            )
+        if given.value is not None:
+            yield note(given, "the learning rate is constant")
+
+    return AliasGroup((steps,), "nothing, if the learning rate is constant", combine, reads=styles)
+
+
+def _lora_group(prefix: str, role: str) -> AliasGroup:
+    """Build the translation of a role's adapters, whose rank and scale have two names each: FSDP's and Megatron's."""
+    pairs = [(f"{prefix}.lora{mark}rank", f"{prefix}.lora{mark}alpha") for mark in "_."]
+    merge = f"{prefix}.lora.merge"
+
+    def combine(parts: Parts) -> Combined:
+        given = [pair for pair in pairs if pair[0] in parts]
+        used = [pair for pair in given if parts[pair[0]].value] or given[:1] or pairs
+        for rank, alpha in used:
+            if rank in parts:
+                yield replace(parts[rank], name=f"{role}.lora.rank")
+            if alpha in parts and (rank not in parts or parts[rank].value):
+                yield replace(parts[alpha], name=f"{role}.lora.alpha")
+        if merge in parts and any(parts[rank].value for rank, _ in given):
+            yield look_up(parts[merge], "hybrid.lora", ((True, "merge"), (False, "adapter")), "set hybrid.lora")
+
+    names = (*(name for pair in pairs for name in pair), merge)
+    return AliasGroup(names, f"{role}.lora.rank, {role}.lora.alpha and hybrid.lora", combine)
 
 
 def _overlong_buffer_group(prefix: str) -> AliasGroup:
@@ -421,19 +589,37 @@ GROUPS: tuple[AliasGroup, ...] = (
         targets={_AGGREGATION: "algorithm.loss_agg_mode"},
     ),
     AliasGroup((_CLIP_RATIO,), CLIP_SIDES, lambda parts: split_clip(parts[_CLIP_RATIO])),
-    AliasGroup((_REWARD_PATH, _REWARD_NAME), "reward.function", _combine_reward),
+    _reward_model_group("reward_model.enable", "reward_model.model.path"),
+    _reward_model_group("reward.reward_model.enable", "reward.reward_model.model_path"),
+    *(_reward_group(file.removesuffix(".path")) for file in _REWARD_FILES),
     AliasGroup(
-        (_MODEL_REWARD, _MODEL_REWARD_PATH), "reward_model.path and the reward source 'model'", _combine_reward_model
+        (*_CORRECTION.values(), _ENGINE_LOGPROBS),
+        "algorithm.importance_sampling (bypass: bypass_mode or use_rollout_log_probs), importance_low and "
+        "importance_high",
+        _combine_correction,
+    ),
+    AliasGroup(
+        (*_ASYNC.values(), *_ASYNC_RANKS, _HYBRID),
+        "schedule.max_staleness, data.train_batch_size (the prompts between two weight updates), trainer.total_steps, "
+        "placement.actor, placement.reference and placement.rollout",
+        _combine_async,
+        reads=(*_TRAINER_RANKS, _MINI_BATCH, "data.train_batch_size"),
     ),
     AliasGroup((_REWARD_KEY,), "reward.rule=by_data_source, unless the recipe says otherwise", _combine_reward_key),
     AliasGroup((_TRUNCATION, _FILTER), "data.overlong_prompts", _combine_overlong),
     AliasGroup((_DO_SAMPLE, _VAL_TEMPERATURE), "rollout.validation_temperature", _combine_validation_sampling),
     AliasGroup((_RESUME_MODE, _RESUME_PATH), "checkpoint.resume", _combine_resume),
     *(
-        _overlong_buffer_group(f"reward_model.{place}")
-        for place in ("overlong_buffer", "reward_kwargs.overlong_buffer_cfg")
+        _overlong_buffer_group(place)
+        for place in (
+            "reward_model.overlong_buffer",
+            "reward_model.reward_kwargs.overlong_buffer_cfg",
+            "reward.reward_kwargs.overlong_buffer_cfg",
+        )
     ),
     *(_budget_group(prefix, role) for prefix, role in _ROLES),
     *(_betas_group(prefix, role) for prefix, role in _ROLES),
+    *(_decay_group(prefix, role) for prefix, role in _ROLES),
+    *(_lora_group(prefix, role) for prefix, role in (("actor_rollout_ref.model", "actor"), ("critic.model", "critic"))),
     *(_sequence_parallel_group(prefix, role) for prefix, role in (*_ROLES, ("reward_model", "reward_model"))),
 )

@@ -23,6 +23,35 @@ _SHARED = "the engine uses the actor's weights while it generates, there is noth
 STAGES = ((True, 3), (False, 1))  # of `reshard_after_forward`
 FUSED = "kernels are chosen by what is installed"
 _LR_STYLE = (("constant", "constant"), ("linear", "linear"), ("cosine", "cosine"))
+_PACKED = "sequences are always packed"
+_NO_FP8 = "training computes in bfloat16 or float32"
+_NO_DROPOUT = "there is no dropout"
+_SPLIT = "layers are split evenly over the stages"
+_TRANSFORMER: dict[str, Alias] = {
+    **each(
+        "attention_backend apply_rope_fusion bias_activation_fusion bias_dropout_fusion masked_softmax_fusion "
+        "gradient_accumulation_fusion moe_permute_fusion moe_grouped_gemm persist_layer_norm use_flash_attn "
+        "apply_dsa_kernel_fusion use_fused_mhc use_arbitrary_attention_mask",
+        Ignored("kernels are chosen by what is installed"),
+    ),
+    **each(
+        "moe_token_dispatcher_type moe_enable_deepep moe_shared_expert_overlap",
+        Ignored("tokens reach their experts by all-to-all"),
+    ),
+    "moe_router_dtype": Only(("fp32",), "routers compute in float32"),
+    "moe_router_load_balancing_type": Only(("none",), "routers have no auxiliary loss"),
+    **each("moe_aux_loss_coeff moe_z_loss_coeff dsa_indexer_loss_coeff", Only((0,), "there is no auxiliary loss")),
+    "moe_router_enable_expert_bias": Ignored("config.json says whether routers have biases"),
+    **each(
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout",
+        Ignored(_SPLIT),
+    ),
+    "deallocate_pipeline_outputs": Ignored("outputs of a stage are freed"),
+    **each("attention_dropout hidden_dropout", Only((0,), _NO_DROPOUT)),
+    "fp8": Only((), _NO_FP8),
+    "fp8_recipe": Ignored("it belongs to fp8"),
+}
 LAYOUT_LEAVES = tuple(item.name for item in fields(LayoutConfig) if item.name.endswith("_parallel_size"))
 
 
@@ -45,20 +74,35 @@ def megatron_names(role: str) -> dict[str, Alias]:
             "megatron.override_transformer_config.recompute_num_layers",
             Ignored("full recomputes every layer"),
         ),
-        "megatron.override_transformer_config.attention_backend": Ignored(FUSED),
-        **each("fsdp_config.param_offload megatron.param_offload", Ignored(_SHARED)),
-        "strategy": Ignored(FSDP),
+        "megatron.override_transformer_config.sequence_parallel": SameAs(f"{role}.sequence_parallel"),
+        "megatron.use_megatron_fsdp": Ignored(FSDP),
+        "megatron.dynamic_context_parallel": Only((False,), "the ranks that share a sequence are fixed"),
+        **each("megatron.max_seqlen_per_dp_cp_rank megatron.pad_bshd_to_minibatch_max", Ignored(_PACKED)),
+        **each(
+            "megatron.dist_ckpt_optim_fully_reshardable megatron.distrib_optim_fully_reshardable_mem_efficient",
+            Ignored("checkpoints fit every layout"),
+        ),
+        "megatron.use_remove_padding": Ignored(_PACKED),
+        "megatron.qat.enable": Only((False,), _NO_FP8),
+        **{f"megatron.override_transformer_config.{leaf}": alias for leaf, alias in _TRANSFORMER.items()},
+        **each(
+            "fsdp_config.param_offload fsdp.param_offload megatron.param_offload veomni.param_offload",
+            Ignored(_SHARED),
+        ),
+        **each("strategy model_engine", Ignored(FSDP)),
         "fsdp_config.reshard_after_forward": Renamed(f"{role}.zero_stage", STAGES, closed=True),
         "load_weight": Only((True,), "weights are always read"),
-        "ulysses_sequence_parallel_size": Renamed(f"{role}.context_parallel_size"),
+        **each(
+            "ulysses_sequence_parallel_size fsdp_config.ulysses_sequence_parallel_size veomni.ulysses_parallel_size",
+            Renamed(f"{role}.context_parallel_size"),
+        ),
+        "veomni.expert_parallel_size": Renamed(f"{role}.expert_model_parallel_size"),
     }
 
 
 def lora_names(role: str) -> dict[str, Alias]:
     """Return the translations of a role's adapter settings, by name within verl's section `model`."""
     names = {
-        **each("lora_rank lora.rank", "rank"),
-        **each("lora_alpha lora.alpha", "alpha"),
         **each("lora_adapter_path lora.adapter_path", "path"),
         "target_modules": "target_modules",
     }
@@ -66,7 +110,6 @@ def lora_names(role: str) -> dict[str, Alias]:
     return renamed | {
         "exclude_modules": Only((), f"name the matrices that get adapters in {role}.lora.target_modules"),
         "lora.dropout": Only((0,), "dropout would make the policy that is trained another one than is sampled from"),
-        "lora.merge": Only((True,), "adapters are merged on their way to the engine"),
     }
 
 
@@ -74,14 +117,17 @@ def trainable_names(role: str) -> dict[str, Alias]:
     """Return the translations of verl's settings of a role with an optimizer, by name."""
     return megatron_names(role) | {
         "optim.lr": Renamed(f"{role}.lr"),
-        "optim.min_lr": Renamed(f"{role}.min_lr"),
+        **each("optim.min_lr optim.lr_min", Renamed(f"{role}.min_lr")),
+        **each("optim.lr_start optim.min_lr_factor", Only((0,), "rates start at 0, and end at min_lr")),
+        "optim.lr_decay_ratio": Only((1,), "the decay lasts as long as the run"),
+        "optim.eps": Only((1e-8,), "the epsilon of Adam is 1e-8"),
+        "optim.override_optimizer_config": Only((), "betas have a name of their own"),
         "optim.min_lr_ratio": Only((0,), f"give the final learning rate itself: {role}.min_lr"),
         "optim.lr_warmup_steps": Renamed(f"{role}.lr_warmup_steps", OFF),
         "optim.lr_warmup_steps_ratio": Only((0,), f"give the warm-up in steps: {role}.lr_warmup_steps"),
         "optim.lr_warmup_init": Only((0,), "the warm-up starts from 0"),
-        "optim.lr_decay_steps": Only((), "the decay ends with the run"),
         **each(
-            "optim.lr_decay_style optim.lr_scheduler_type optim.warmup_style",
+            "optim.lr_decay_style optim.lr_scheduler_type optim.warmup_style optim.decay_type",
             Renamed(f"{role}.lr_decay_style", _LR_STYLE, True),
         ),
         "optim.num_cycles": Only((0.5,), "a cosine decay is half a period"),
@@ -89,14 +135,18 @@ def trainable_names(role: str) -> dict[str, Alias]:
         "optim.weight_decay": Renamed(f"{role}.weight_decay"),
         "optim.weight_decay_incr_style": Only(("constant",), "weight decay is constant"),
         **each("optim.clip_grad grad_clip", Renamed(f"{role}.clip_grad")),
-        "optim.optimizer": Only(("adam", "AdamW", "adamw"), "the optimizer is AdamW"),
+        **each("optim.optimizer optim.name", Only(("adam", "AdamW", "adamw"), "the optimizer is AdamW")),
         "optim.optimizer_impl": Ignored("the optimizer is megatron-core's AdamW"),
         "optim.total_training_steps": Ignored("it follows from the batch plan"),
         "optim.use_checkpoint_opt_param_scheduler": Ignored("schedules come from the config"),
+        "optim.zero_indexed_step": Ignored("a step of the warm-up is one optimizer step"),
         "shuffle": Only((False,), "minibatches keep the order of the rollouts"),
         "data_loader_seed": Ignored("trainer.seed decides"),
         "ppo_micro_batch_size": Ignored(BUDGET),
-        **each("fsdp_config.optimizer_offload megatron.optimizer_offload", Renamed(f"{role}.offload_optimizer")),
+        **each(
+            "fsdp_config.optimizer_offload fsdp.optimizer_offload megatron.optimizer_offload veomni.optimizer_offload",
+            Renamed(f"{role}.offload_optimizer"),
+        ),
         "megatron.grad_offload": Renamed(f"{role}.offload_gradients"),
         "megatron.override_transformer_config.recompute_granularity": Renamed(
             f"{role}.recompute_granularity", (("selective", "selective"), ("full", "full")), closed=True
@@ -106,11 +156,12 @@ def trainable_names(role: str) -> dict[str, Alias]:
 
 
 _RUNS = "torchrun decides the number of ranks; a dry run plans for as many as this says"
-_PACKED = "sequences are always packed"
 _TRACKING = "metrics go to metrics.jsonl and TensorBoard; observability.wandb=online sends them to W&B too"
 _REFERENCE = "the reference model has the layout of the actor"
 _ENGINE = "the engine decides"
 _TEXT = "prompts are text"
+_REMOTE_CODE = "code of a model directory is never run; a family that needs it is refused"
+_CLASSES = "verl's classes of tools and agent loops are not loaded; see docs/agents.md"
 _CHECKPOINTING = ((True, "full"), (False, "none"))
 _LOG_PROB_BATCHES = each(
     "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu "
@@ -134,6 +185,9 @@ _ACTOR: dict[str, Alias] = trainable_names("actor") | {
     "loss_scale_factor": Renamed("algorithm.loss_scale_factor"),
     "clip_ratio_low": Renamed("algorithm.clip_eps_low"),
     "clip_ratio_high": Renamed("algorithm.clip_eps_high"),
+    "megatron.override_transformer_config.moe_router_bias_update_rate": Renamed("actor.router_bias_rate"),
+    "calculate_sum_pi_squared": Ignored("optimal_token_baseline computes what it needs"),
+    "use_prefix_grouper": Ignored("actor.share_prompts decides"),
     "tis_imp_ratio_cap": Only((-1,), "set algorithm.importance_sampling=token-truncate and importance_high"),
     "use_torch_compile": Ignored("the actor is not compiled"),
     "use_fused_kernels": Ignored(FUSED),
@@ -144,9 +198,11 @@ _ACTOR: dict[str, Alias] = trainable_names("actor") | {
     ),
     "freeze_vision_tower": Ignored(_TEXT),
     "checkpoint.async_save": Renamed("checkpoint.async_save"),
-    "router_replay.mode": Renamed(
-        "actor.router_replay", (("disabled", "off"), ("R2", "trainer"), ("R3", "engine")), closed=True
+    **each(
+        "router_replay.mode megatron.router_replay.mode veomni.router_replay.mode",
+        Renamed("actor.router_replay", (("disabled", "off"), ("R2", "trainer"), ("R3", "engine")), closed=True),
     ),
+    "qat.enable": Only((False,), _NO_FP8),
 }
 
 _CRITIC: dict[str, Alias] = trainable_names("critic") | {
@@ -155,14 +211,21 @@ _CRITIC: dict[str, Alias] = trainable_names("critic") | {
     "model.enable_gradient_checkpointing": Renamed("critic.recompute_granularity", _CHECKPOINTING, closed=True),
     "model.use_remove_padding": Ignored(_PACKED),
     "model.tokenizer_path": Ignored("the critic reads the policy's tokens"),
-    **each("model.fsdp_config.param_offload megatron.param_offload", Ignored("critic weights stay on the device")),
+    **each(
+        "model.fsdp_config.param_offload fsdp.param_offload megatron.param_offload",
+        Ignored("critic weights stay on the device"),
+    ),
     "model.fsdp_config.optimizer_offload": Renamed("critic.offload_optimizer"),
-    "model.fsdp_config.reshard_after_forward": Renamed("critic.zero_stage", STAGES, closed=True),
+    **each(
+        "model.fsdp_config.reshard_after_forward fsdp.reshard_after_forward",
+        Renamed("critic.zero_stage", STAGES, closed=True),
+    ),
     "cliprange_value": Renamed("critic.value_clip"),
     "ppo_mini_batch_size": SameAs("actor.ppo_mini_batch_size"),
     "ppo_epochs": SameAs("actor.ppo_epochs"),
     "rollout_n": SameAs("rollout.n"),
     "loss_agg_mode": SameAs("algorithm.loss_agg_mode", AGGREGATIONS),
+    "loss_scale_factor": SameAs("algorithm.loss_scale_factor"),
     **each("forward_micro_batch_size forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu", Ignored(BUDGET)),
     "nccl_timeout": Ignored("trainer.collective_timeout decides"),
     **each("kl_ctrl.type kl_ctrl.kl_coef", Ignored("the critic has no KL term")),
@@ -170,7 +233,7 @@ _CRITIC: dict[str, Alias] = trainable_names("critic") | {
 
 _SAME_NAMES = "n temperature top_p tensor_model_parallel_size gpu_memory_utilization enforce_eager max_num_seqs"
 _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME_NAMES.split()} | {
-    "name": Renamed("rollout.engine", (("vllm", "vllm"), ("hf", "hf")), closed=True),
+    "name": Renamed("rollout.engine", (("vllm", "vllm"), ("sglang", "sglang"), ("hf", "hf")), closed=True),
     "top_k": Renamed("rollout.top_k", ((0, -1),)),
     "mode": Ignored("rollout and training alternate in one program"),
     "val_kwargs.n": Renamed("rollout.validation_n"),
@@ -194,12 +257,30 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
     "chat_scheduler": Only((), "a prompt gets one response"),
     "calculate_log_probs": Ignored("the engine's log-probs are always measured against the actor's"),
     "update_weights_bucket_megabytes": Ignored("hybrid.bucket_bytes decides"),
-    "multi_turn.enable": Only((False,), "agents.environment, agents.tools or agents.program make several turns"),
+    "multi_turn.enable": Only((False,), f"{_CLASSES}: agents.environment, agents.tools or agents.program"),
+    **each(
+        "multi_turn.tool_config_path multi_turn.function_tool_path multi_turn.interaction_config_path "
+        "agent.agent_loop_config_path agent.custom_async_server.path",
+        Only((), f"{_CLASSES}: agents.environment, agents.tools or agents.program"),
+    ),
+    "agent.default_agent_loop": Only(("single_turn_agent",), f"{_CLASSES}: agents.environment or agents.program"),
     "multi_turn.max_assistant_turns": Renamed("agents.max_turns"),
+    "nnodes": Only((0,), "set placement.rollout and schedule.max_staleness"),
+    "n_gpus_per_node": Ignored("placement.rollout says which ranks generate"),
+    "seed": Ignored("trainer.seed decides"),
+    "full_determinism": Ignored("schedule.updates and rollout.bitwise decide"),
+    "logprobs_mode": Only(("processed_logprobs",), "log-probs are those of the distribution that is sampled"),
+    "scheduling_policy": Only(("fcfs",), "requests are served in the order of the data"),
+    "mtp": Ignored("it repeats actor_rollout_ref.model.mtp"),
+    "moe_tensor_parallel_size": Ignored("the engine splits experts over its TP ranks"),
+    "enable_rollout_routing_replay": Ignored("actor.router_replay decides"),
+    "disaggregation.enabled": Only((False,), "an engine reads prompts and decodes"),
+    "moe_load_balance_metrics_interval": Ignored("moe/... metrics have every step"),
     **each(
         "free_cache_engine disable_log_stats enable_chunked_prefill enable_prefix_caching "
         "max_num_batched_tokens cudagraph_capture_sizes multi_stage_wake_up layered_summon "
-        "skip_tokenizer_init skip_dump_dir use_block_quant_rollout",
+        "skip_tokenizer_init skip_dump_dir use_block_quant_rollout enable_sleep_mode quantization_config_file "
+        "standalone_gpu_memory_utilization",
         Ignored(_ENGINE),
     ),
     **_LOG_PROB_BATCHES,
@@ -208,11 +289,11 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
 _REF: dict[str, Alias] = {
     "model": Only((), "give the reference's directory in reference.path"),
     "model.path": Renamed("reference.path"),
-    **each("fsdp_config.param_offload megatron.param_offload", Renamed("reference.offload")),
+    **each("fsdp_config.param_offload megatron.param_offload veomni.param_offload", Renamed("reference.offload")),
     "sync_actor": Only((False,), "the reference stays as it is"),
     **each(
-        "strategy ulysses_sequence_parallel_size use_torch_compile entropy_from_logits_with_chunking "
-        "entropy_checkpointing load_weight sync_actor_alpha sync_steps",
+        "strategy model_engine rollout_n ulysses_sequence_parallel_size use_torch_compile "
+        "entropy_from_logits_with_chunking entropy_checkpointing load_weight sync_actor_alpha sync_steps",
         Ignored(_REFERENCE),
     ),
     **_LOG_PROB_BATCHES,
@@ -222,7 +303,7 @@ _REF: dict[str, Alias] = {
 _MODEL: dict[str, Alias] = {
     "path": Renamed("model.path"),
     "enable_gradient_checkpointing": Renamed("actor.recompute_granularity", _CHECKPOINTING, closed=True),
-    "trust_remote_code": Only((False,), "code of a model directory is never run"),
+    "trust_remote_code": Ignored(_REMOTE_CODE),
     "external_lib": Only((), "code is added with algorithm.plugins and reward.function"),
     "custom_chat_template": Only((), "the tokenizer's own chat template is used"),
     **lora_names("actor"),
@@ -234,29 +315,56 @@ _MODEL: dict[str, Alias] = {
         Ignored(FUSED),
     ),
     "override_config.moe_config.freeze_moe_router": Only((False,), "all weights are trained"),
+    **each("hf_config_path tokenizer_path", Only((), "one directory has the model; give model.tokenizer")),
+    **each(
+        "override_config.max_position_embeddings override_config.model_config.max_position_embeddings",
+        Ignored("config.json says how long a sequence may be, and a longer one is refused"),
+    ),
+    **each(
+        "override_config.attention_dropout override_config.embd_pdrop override_config.resid_pdrop",
+        Only((0,), _NO_DROPOUT),
+    ),
+    "mtp.enable_train": Only((False,), "set actor.mtp_lr: that layer has a learning rate of its own"),
+    "mtp.enable_rollout": Only((False,), "the engine drafts no tokens"),
 }
 
+_OWN_RANKS = "placement.reward_model says which ranks have it"
+_NO_MANAGER = "rewards are made one by one; reward.workers computes them beside generation"
+_MANAGERS = Only(("naive", "dapo", "prime", "gdpo"), _NO_MANAGER)
+_SANDBOX: dict[str, Alias] = {
+    "sandbox_fusion.url": Only((), "give its URL as reward.function"),
+    "sandbox_fusion.max_concurrent": Ignored("reward.service_concurrency decides"),
+    "sandbox_fusion.memory_limit_mb": Ignored("the service decides"),
+}
+_REWARD: dict[str, Alias] = {
+    **_SANDBOX,
+    "num_workers": Ignored("reward.workers decides"),
+    "reward_manager.name": _MANAGERS,
+    "reward_manager.source": Only(("register",), _NO_MANAGER),
+    "reward_manager.module.path": Only((), _NO_MANAGER),
+    "reward_manager.module.name": Ignored("no reward manager is loaded"),
+    "reward_kwargs.max_resp_len": SameAs("data.max_response_length"),
+    "reward_model.enable_resource_pool": Only((False,), _OWN_RANKS),
+    **each("reward_model.n_gpus_per_node reward_model.nnodes", Ignored(_OWN_RANKS)),
+}
 _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
     "model.fsdp_config.reshard_after_forward": Renamed("reward_model.zero_stage", STAGES, closed=True),
     "model.input_tokenizer": Ignored("the reward model reads the policy's tokens"),
     "model.use_remove_padding": Ignored(_PACKED),
-    "model.trust_remote_code": Only((False,), "code of a model directory is never run"),
+    "model.trust_remote_code": Ignored(_REMOTE_CODE),
     **each("model.fsdp_config.param_offload megatron.param_offload", Renamed("reward_model.offload")),
     **each("megatron.grad_offload megatron.optimizer_offload", Ignored("this role has no optimizer")),
     "forward_max_token_len_per_gpu": Renamed("reward_model.max_tokens_per_microbatch"),
-    "reward_manager": Only(
-        ("naive", "dapo", "prime", "gdpo"),
-        "rewards are made one by one; reward.workers computes them beside generation",
-    ),
+    "reward_manager": _MANAGERS,
+    "num_workers": Ignored("reward.workers decides"),
     "launch_reward_fn_async": Ignored("reward.workers decides"),
     "max_length": Ignored("the longest prompt and response decide"),
-    "sandbox_fusion.url": Only((), "give its URL as reward.function"),
-    "sandbox_fusion.max_concurrent": Ignored("reward.service_concurrency decides"),
-    "sandbox_fusion.memory_limit_mb": Ignored("the service decides"),
-    "enable_resource_pool": Only((False,), "all roles share the ranks"),
+    **_SANDBOX,
+    "enable_resource_pool": Only((False,), _OWN_RANKS),
     "reward_kwargs.max_resp_len": SameAs("data.max_response_length"),
     "nccl_timeout": Ignored("trainer.collective_timeout decides"),
-    **each("n_gpus_per_node nnodes", Ignored("all roles share the ranks")),
+    **each("n_gpus_per_node nnodes", Ignored(_OWN_RANKS)),
+    **each("reward_loop_source reward_loop_module_path reward_loop_class_name", Only((), _NO_MANAGER)),
     **each("micro_batch_size micro_batch_size_per_gpu use_dynamic_bsz", Ignored(BUDGET)),
 }
 
@@ -269,18 +377,16 @@ _DATA: dict[str, Alias] = {
     "seed": Renamed("trainer.seed"),
     "gen_batch_size": Ignored("dynamic sampling generates as many prompts as are missing"),
     "return_raw_chat": Ignored("the chat template is applied when the prompts are read"),
-    "trust_remote_code": Only((False,), "code of a model directory is never run"),
+    "trust_remote_code": Ignored(_REMOTE_CODE),
     "validation_shuffle": Only((False,), "validation prompts keep their order"),
-    "tool_config_path": Only((), "a prompt gets one response"),
+    **each("tool_config_path function_tool_path", Only((), f"{_CLASSES}: agents.tools")),
     **each(
         "return_raw_input_ids return_full_prompt filter_overlong_prompts_workers use_shm dataloader_num_workers",
         Ignored("prompts are read once, at the start"),
     ),
-    **each("image_key video_key image_patch_size return_multi_modal_inputs", Ignored(_TEXT)),
-    **each(
-        "custom_cls.path custom_cls.name sampler.class_path sampler.class_name datagen.path datagen.name",
-        Only((), "prompts come from JSONL and parquet files"),
-    ),
+    **each("image_key video_key audio_key image_patch_size return_multi_modal_inputs", Ignored(_TEXT)),
+    **each("custom_cls.path sampler.class_path datagen.path", Only((), "prompts come from JSONL and parquet files")),
+    **each("custom_cls.name sampler.class_name datagen.name", Ignored("it belongs to a file that is given")),
 }
 
 _ALGORITHM: dict[str, Alias] = {
@@ -294,12 +400,7 @@ _ALGORITHM: dict[str, Alias] = {
     "filter_groups.metric": Renamed(
         "algorithm.dynamic_sampling_metric", (("score", None), ("seq_reward", "reward"), ("seq_final_reward", "reward"))
     ),
-    "rollout_correction.rollout_is": Renamed(
-        "algorithm.importance_sampling",
-        ((None, "none"), ("token", "token-truncate"), ("sequence", "product-truncate")),
-        closed=True,
-    ),
-    "rollout_correction.rollout_is_threshold": Renamed("algorithm.importance_high"),
+    "filter_groups.max_inflight_gen_batches": Ignored("a round draws as many prompts as are missing"),
     "rollout_correction.rollout_is_batch_normalize": Renamed("algorithm.importance_normalize"),
     "rollout_correction.rollout_rs": Only((), "set algorithm.reject_sequence_above or a mask mode"),
     **each(
@@ -307,9 +408,6 @@ _ALGORITHM: dict[str, Alias] = {
         Ignored("it belongs to rollout_rs"),
     ),
     "rollout_correction.rollout_token_veto_threshold": Only((), "set algorithm.reject_sequence_above"),
-    "rollout_correction.bypass_mode": Only((False,), "set algorithm.importance_sampling=bypass"),
-    "rollout_correction.use_policy_gradient": Only((False,), "set algorithm.policy_loss=policy_gradient"),
-    "rollout_correction.loss_type": Only(("ppo_clip",), "algorithm.policy_loss decides"),
 }
 
 _TRAINER: dict[str, Alias] = {
@@ -322,7 +420,9 @@ _TRAINER: dict[str, Alias] = {
     "balance_batch": Ignored("batches are always balanced over the DP ranks"),
     "logger": Ignored(_TRACKING),
     "default_hdfs_dir": Only((), "files are written to trainer.run_dir"),
-    "use_legacy_worker_impl": Ignored(MEGATRON),
+    **each("use_legacy_worker_impl use_v1", Ignored(MEGATRON)),
+    "v1.trainer_mode": Only(("sync",), "set schedule.max_staleness and placement.rollout"),
+    "tensorboard_dir": Ignored("TensorBoard files are in trainer.run_dir"),
     "ray_wait_register_center_timeout": Ignored("there is no Ray in a run"),
     "esi_redundant_time": Ignored("trainer.save_freq decides when to save"),
     "project_name": Renamed("observability.wandb_project"),
@@ -342,22 +442,50 @@ _SECTIONS: dict[str, dict[str, Alias]] = {
     "actor_rollout_ref.ref": _REF,
     "critic": _CRITIC,
     "reward_model": _REWARD_MODEL,
+    "reward": _REWARD,
     "data": _DATA,
     "algorithm": _ALGORITHM,
     "trainer": _TRAINER,
 }
 
 ALIASES: Mapping[str, Alias] = {
-    "actor_rollout_ref.hybrid_engine": Only((True,), "training and rollout share the ranks"),
+    "model_engine": Ignored(FSDP),
+    "distillation.enabled": Only((False,), "set teachers.NAME.path and algorithm.distillation"),
+    **{
+        f"skip.{place}.enable": Only((False,), "rollouts are made in every step")
+        for place in ("rollout", "rollout_tq", "async_rollout")
+    },
+    **_SANDBOX,
     "actor_rollout_ref.nccl_timeout": Ignored("trainer.collective_timeout decides"),
     **{f"{section}.{name}": alias for section, names in _SECTIONS.items() for name, alias in names.items()},
 }
 
 # Shell patterns of sections ignored as a whole, with one note each; ALIASES takes precedence.
-PATTERNS: Mapping[str, Ignored] = {
+PATTERNS: Mapping[str, Ignored | Only] = {
     "*._target_": Ignored("it names a class of verl"),
     **each("*.profiler.* *.profile.* global_profiler.*", Ignored("there is nothing to configure about profiling")),
     **each("ray_init.* ray_kwargs.*", Ignored("there is no Ray in a run")),
+    **each("hydra.* *@*", Ignored("it chooses files of verl's defaults, which are known here")),
+    "async_training.*": Ignored("it belongs to other ways of sharing ranks"),
+    "actor_rollout_ref.actor.engine.*": Only((), "name the layout as verl does for Megatron, in actor.megatron"),
+    "trainer.v1.*": Ignored("it belongs to other trainer modes"),
+    "skip.*": Ignored("it belongs to what is skipped"),
+    "distillation.*": Ignored("it belongs to distillation.enabled"),
+    "actor_rollout_ref.model.mtp.*": Ignored("it belongs to the training of that layer"),
+    "actor_rollout_ref.model.lora.*": Ignored("adapters start as PEFT's do, and act on language layers"),
+    **each("*.qat.* actor_rollout_ref.rollout.qat", Ignored("it belongs to qat.enable")),
+    **each("*.router_replay.*", Ignored("routes are not kept in files")),
+    **each("*.veomni.* *.torchtitan.* *.fsdp.*", Ignored(FSDP)),
+    **each("*.pad_to_length* *.entropy_from_logits_* *.entropy_checkpointing", Ignored(_PACKED)),
+    "*.override_transformer_config.*": Only((), "shapes come from config.json"),
+    "actor_rollout_ref.ref.optim.*": Ignored(_REFERENCE),
+    "*.optim.override_optimizer_config.*": Ignored("offload_optimizer of the role decides"),
+    **each("*.optim.muon_* *.optim.*_dtype *.optim.use_*", Ignored("actor.optimizer decides; states are float32")),
+    **each("*.model.tiled_mlp.* actor_rollout_ref.model.tiled_mlp.*", Ignored(FUSED)),
+    "actor_rollout_ref.rollout.disaggregation.*": Ignored("it belongs to disaggregation.enabled"),
+    "actor_rollout_ref.rollout.checkpoint_engine.*": Ignored("the section hybrid says how weights move"),
+    **each("reward.reward_model.rollout.* reward_model.rollout.*", Ignored("its forward passes are the trainer's")),
+    "data.mm_processor_kwargs.*": Ignored(_TEXT),
     "transfer_queue.*": Ignored("samples stay in the processes that made them"),
     "*.checkpoint.*": Ignored("trainer.save_freq decides what is written and when"),
     "*.fsdp_config.*": Ignored(FSDP),

@@ -71,7 +71,6 @@ class AlgorithmConfig:
         0.2,
         "The ratio is clipped below at 1 - this (geo_mean: its logarithm at -this; dppo: largest divergence).",
         gt=0,
-        lt=1,
     )
     clip_eps_high: float = option(
         0.2, "The ratio is clipped above at 1 + this (geo_mean: its logarithm at this; dppo: largest divergence).", gt=0

@@ -32,7 +32,7 @@ from megatron_rl.config.fields import (
 )
 from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.config.sections import MISSING
-from megatron_rl.config.sources import RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
+from megatron_rl.config.sources import ASSUMED, RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
 from megatron_rl.extension.registry import find_engine
 from megatron_rl.types import UserError
 
@@ -52,15 +52,19 @@ def _resolve_references(settings: Sequence[Setting], mistakes: Mistakes) -> list
 
 
 def _resolve(value: Any, setting: Setting, latest: Mapping[str, Setting], path: tuple[str, ...]) -> Any:
-    if not isinstance(value, str) or "${" not in value:
-        return value
-    whole = _REFERENCE.fullmatch(value)
-    if whole:
-        return _look_up(whole[1], setting, latest, path)
-    text = _REFERENCE.sub(lambda match: str(_look_up(match[1], setting, latest, path)), value)
-    if "${" in text:
-        raise _error(setting, f"{setting.name} = {value!r} contains an interpolation")
+    text = value
+    while isinstance(text, str) and "${" in text:
+        whole = _REFERENCE.fullmatch(text)
+        if whole:
+            return _look_up(whole[1], setting, latest, path)
+        text, found = _REFERENCE.subn(lambda match: _as_text(_look_up(match[1], setting, latest, path)), text)
+        if not found:
+            raise _error(setting, f"{setting.name} = {value!r} contains an interpolation")
     return text
+
+
+def _as_text(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _look_up(body: str, setting: Setting, latest: Mapping[str, Setting], path: tuple[str, ...]) -> Any:
@@ -176,6 +180,11 @@ def read_settings(
         settings = read_mapping(recipe, mistakes)
     else:
         settings = read_recipe(Path(recipe), mistakes) if recipe else []
+        if recipe and any(one.name == "defaults" for one in settings):
+            settings = _verl_defaults().compose(Path(recipe), settings, mistakes)
+    if any(argument.startswith(("--config-", "-c")) for argument in overrides):  # Hydra's flags
+        flags, overrides = _verl_defaults().take_flags(overrides)
+        settings += _verl_defaults().read_named(flags, mistakes) if flags else []
     settings += read_overrides(overrides, fields, _aliases, mistakes)
     settings = [  # `layout: auto` is the mode of the section
         replace(one, name="layout.mode") if one.name == "layout" and isinstance(one.value, str) else one
@@ -201,6 +210,12 @@ def _aliases() -> Any:
     return aliases
 
 
+def _verl_defaults() -> Any:
+    from megatron_rl.compat import verl_defaults
+
+    return verl_defaults
+
+
 def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
     """Whether a setting is ours, not verl's: a known name, and a value without a special meaning in verl."""
     value = setting.value
@@ -222,7 +237,7 @@ def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
         n is not None
         and isinstance(n.value, int)
         and n.value > 1
-        and not any(name.startswith("critic.") for name in values)
+        and not any(name.startswith("critic.") and one.layer != ASSUMED for name, one in values.items())
     ):
         sign = f"{describe(n)} asks for groups, as runs without a critic do"
     else:

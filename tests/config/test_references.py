@@ -27,6 +27,8 @@ def load(tmp_path: Path, text: str, *overrides: str):
         ("${..data.max_prompt_length}", 100),
         ("${oc.select:data.train_batch_size,5}", 8),
         ("${oc.select:data.absent,5}", 5),
+        ("${oc.select:data.absent,${oc.select:data.gone,${data.train_batch_size}}}", 8),
+        ("${oc.select:rollout.n,${oc.select:data.gone,null}}", 6),
         ("${.validation_n}", 6),
     ],
 )

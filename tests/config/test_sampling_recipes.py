@@ -121,7 +121,7 @@ def test_a_recipe_keeps_its_meaning(name: str) -> None:
         validation_n=1,
     )
     assert {key: getattr(rollout, key) for key in defaults} == defaults | expected
-    assert not any("rollout." in note for note in loaded.notes)
+    assert not any("rollout." in note for note in loaded.notes if not note.startswith("assumed: "))
 
 
 @pytest.mark.parametrize(

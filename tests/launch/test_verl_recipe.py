@@ -18,13 +18,13 @@ TUTORIAL = ROOT / "tests/config/verl/tutorial.yaml"
 
 @pytest.fixture(scope="module")
 def files(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A model for prompts and responses as long as the recipe's, and 64 prompts."""
+    """A model for prompts and responses as long as the recipe's, and 64 prompts of a set that verl has a reward for."""
     directory = tmp_path_factory.mktemp("verl")
     save_tiny_model(
         directory, "qwen2", **ENGINE_SIZES, vocab_size=16, num_hidden_layers=2, max_position_embeddings=2048
     )
     (directory / "tokenizer.model").write_bytes((task / "tokenizer.model").read_bytes())
-    rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(64)]
+    rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a), "data_source": "openai/gsm8k"} for a in range(64)]
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [f"actor_rollout_ref.model.path={directory}", f"data.train_files={directory}/train.jsonl"]
 
