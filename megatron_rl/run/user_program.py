@@ -79,7 +79,8 @@ class _Program:
     def gives(self, name: str) -> bool:
         """Whether the config or an override has a setting; a file is not opened and has it."""
         section, _, leaf = name.partition(".")
-        given = isinstance(self.config, Path) or name in self.config or leaf in self.config.get(section, {})
+        held = {} if isinstance(self.config, Path) else self.config.get(section)
+        given = isinstance(self.config, Path) or name in self.config or (isinstance(held, Mapping) and leaf in held)
         return given or any(text.lstrip("-").startswith((f"{name}=", f"{name} ")) for text in self.overrides)
 
 
@@ -99,8 +100,10 @@ def read_program(
     if not isinstance(config, Mapping | str | os.PathLike):
         hint = 'write config={"actor": {"lr": 1e-6}}; TRL\'s GRPOConfig goes to args='
         raise _refuse(f"a config that is a {type(config).__name__}", "config", hint, "a recipe's path, or a mapping")
-    if isinstance(overrides, str):
-        overrides = overrides.split()
+    overrides = overrides.split() if isinstance(overrides, str) else overrides
+    if not isinstance(overrides, list | tuple) or not all(isinstance(text, str) for text in overrides):
+        hint = 'write overrides=["actor.lr=1e-6"]'
+        raise _refuse(f"the overrides {overrides!r:.80}", "overrides", hint, "a list of texts section.key=value")
     is_trl = bool(passed.keys() & {*_OBJECTS, *_SETTINGS, "args"})
     source = (config or _DEFAULTS if is_trl else config) if isinstance(config, Mapping) else Path(config)
     program = _Program(source, [*overrides], dict(passed))
@@ -111,7 +114,8 @@ def read_program(
                 raise _refuse(f"{theirs} beside {ours}", theirs, f"leave out {theirs}", "one of the two")
             program.parts[ours] = program.parts.pop(theirs)
     if is_trl and not config:
-        program.notes.append("assumed, as TRL: " + ", ".join(f"{name}={value}" for name, value in _DEFAULTS.items()))
+        assumed = [f"{name}={value}" for name, value in _DEFAULTS.items() if name not in settings]
+        program.notes.append(f"assumed, as TRL: {', '.join(assumed)}")
     if not program.gives(_PROMPTS):
         _choose_batches(program, settings, is_trl)
     for name, value in settings.items():

@@ -266,6 +266,8 @@ def test_a_model_or_config_of_another_type_is_refused() -> None:
     for model, config in ((None, None), (3, None), ("m", [1])):
         with pytest.raises(UserError, match="that is a"):
             Session(model, config)
+    with pytest.raises(UserError, match=r"the overrides \[1\]"):
+        Session("m", {"data": None}, [1])  # pyright: ignore
 
 
 @pytest.mark.parametrize("reward, weights", [([f, g], [1]), (f, 2), ([], None), ([f, g], "ab"), (None, [1.0])])
