@@ -197,7 +197,7 @@ def test_rows_are_read_from_every_kind_of_object() -> None:
     ]
     assert pass_rows("train", ["a.jsonl", Path("b.parquet")]) == ["a.jsonl", "b.parquet"]
     with pytest.raises(UserError, match="stands for rows that a program passed"):
-        [*read_rows(["object:train?0123"])]
+        list(read_rows(["object:train?0123"]))
 
 
 @pytest.mark.parametrize(
