@@ -3,7 +3,7 @@
 
 import megatron_rl
 
-trainer = megatron_rl.Trainer.from_hf_config("models/Qwen2.5-0.5B-Instruct", "recipe.yaml")
+trainer = megatron_rl.Trainer("models/Qwen2.5-0.5B-Instruct", "recipe.yaml")
 trainer.train()
 """
 

@@ -177,7 +177,7 @@ def count_outside_attributes(tree: Tree) -> Counter[str]:
         if any(
             isinstance(node, Function)
             and node.name == "__set__"
-            and any(isinstance(x, ast.Assert) for x in ast.walk(node))
+            and any(isinstance(x, ast.Assert | ast.Raise) for x in ast.walk(node))
             for node in owner.body
         )
     }

@@ -15,15 +15,17 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from megatron_rl.data.rows import Row, wrong_type
-from megatron_rl.types import UserError
+from megatron_rl.types import Prompt, UserError
 
 T = TypeVar("T")
 GUARD = "\ufdd0"  # U+FDD0, a Unicode noncharacter
@@ -225,3 +227,48 @@ def keep_tokens(tokens: list[T], limit: int, policy: str) -> list[T]:
     """Keep the last `limit` tokens ("truncate"), the first ("truncate_right"), or half per end ("truncate_middle")."""
     first = {"truncate": 0, "truncate_right": limit, "truncate_middle": limit // 2}[policy]
     return tokens[:first] + tokens[len(tokens) - (limit - first) :]
+
+
+def read_given_prompts(prompts: Any, tokenizer: Any, n: Any = None, temperature: Any = None) -> list[Prompt]:
+    """Return prompts for `policy.sample`: texts and messages are encoded, `Prompt`s with tokens stay.
+
+    Args:
+        prompts: a sequence of `Prompt`s, texts, lists of chat messages or token ids, also mixed; or one text.
+        n, temperature: of `policy.sample`, checked only.
+
+    Raises:
+        UserError: an element is none of these, or a number is wrong.
+    """
+    for name, value, kind, least in (("n", n, int, 1), ("temperature", temperature, int | float, 0)):
+        if value is not None and not (isinstance(value, kind) and value >= least):
+            raise _refuse_sample(f"{name} = {value!r}", f"a number from {least}")
+    if not isinstance(prompts, Sequence) or not prompts:
+        raise _refuse_sample(f"prompts = {prompts!r:.80}", "a list of prompts")
+    return [
+        _read_given(number, given, tokenizer)
+        for number, given in enumerate([prompts] if isinstance(prompts, str) else prompts)
+    ]
+
+
+def _read_given(number: int, given: Any, tokenizer: Any) -> Prompt:
+    if isinstance(given, Prompt) and not isinstance(given.tokens, str):
+        return given
+    prompt = given if isinstance(given, Prompt) else Prompt(number, np.zeros(0, np.int32), "", ground_truth=None)
+    text = given.tokens if isinstance(given, Prompt) else given
+    if isinstance(text, str):
+        return replace(prompt, tokens=np.array(tokenizer.encode(text), np.int32), text=text)
+    if isinstance(text, Sequence) and text and all(isinstance(part, Mapping) for part in text):
+        row = Row(number, 0, f"prompt {number} of policy.sample", {"prompt": [*text]})
+        messages = read_messages([*text], row, "prompt")
+        rendered, tokens = render_messages(messages, tokenizer, {})
+        return replace(prompt, tokens=np.array(tokens, np.int32), text=rendered, messages=messages)
+    ids = np.asarray(text) if isinstance(text, Sequence | np.ndarray) else np.zeros(0)
+    if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
+        expected = "a text, a list of chat messages, a list of token ids, or a Prompt"
+        raise _refuse_sample(f"prompt {number} is a {type(given).__name__}: {given!r:.80}", expected)
+    return replace(prompt, tokens=ids.astype(np.int32), text=tokenizer.decode(ids.tolist()))
+
+
+def _refuse_sample(found: str, expected: str) -> UserError:
+    hint = 'write policy.sample(step, ["What is 2 + 3?"], n=8, temperature=1.0)'
+    return UserError(found, source="policy.sample", expected=expected, hint=hint)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ import numpy as np
 from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.extension.registry import GYM, HUB
+from megatron_rl.extension.registry import GYM, HUB, OBJECT
 from megatron_rl.types import Prompt, Rollout, UserError
 
 T = TypeVar("T")
@@ -86,7 +87,9 @@ def _name_parts(file: str) -> tuple[str, ...]:
         from megatron_rl.data.hub import name_dataset
 
         return name_dataset(file)
-    return (file.removeprefix(GYM).partition("?")[0],) if file.startswith(GYM) else Path(file).with_suffix("").parts
+    if file.startswith((GYM, OBJECT)):
+        return (file.partition(":")[2].partition("?")[0],)
+    return Path(file).with_suffix("").parts
 
 
 def load_prompts(
@@ -95,19 +98,22 @@ def load_prompts(
     cfg: DataConfig,
     limit: int | None = None,
     tools: Sequence[dict[str, Any]] = (),
+    needs_truth: bool = True,
 ) -> PromptSet:
     """Read, check and tokenize prompts.
 
     Args:
         limit: keep only the first N prompts.
+        needs_truth: refuse rows without a ground truth; else it is `None` there.
         tools: default for rows without a column `tools`.
 
     Raises:
         UserError: a file or row is invalid, a prompt is too long under the policy "error", or no prompt is left.
     """
     prompts, counts, starts = list[Prompt](), Counter[str](), list[int]()
+    read = partial(_ground_truth, is_needed=needs_truth)
     known = {cfg.prompt_key, cfg.answer_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
-    for row, ground_truth, prompt in _fit_rows(files, tokenizer, cfg, counts, starts, _ground_truth, limit, tools):
+    for row, ground_truth, prompt in _fit_rows(files, tokenizer, cfg, counts, starts, read, limit, tools):
         prompts.append(
             replace(
                 prompt,
@@ -245,12 +251,13 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: lis
     return Prompt(row.index, tokens, text, ground_truth=None, messages=messages, tools=tools), is_too_long
 
 
-def _ground_truth(row: Row, cfg: DataConfig) -> Any:
+def _ground_truth(row: Row, cfg: DataConfig, is_needed: bool) -> Any:
     """Return verl's `reward_model.ground_truth`, else the answer column; lists and dicts are kept."""
     value, column = row.optional("reward_model", dict, {}).get("ground_truth"), "reward_model.ground_truth"
     if value is None:
-        value, column = row.require(cfg.answer_key), cfg.answer_key
-    return value if isinstance(value, list | dict) else as_text(value, column, row.location)
+        is_needed = is_needed or cfg.answer_key != DataConfig.answer_key
+        value, column = (row.require if is_needed else row.columns.get)(cfg.answer_key), cfg.answer_key
+    return value if value is None or isinstance(value, list | dict) else as_text(value, column, row.location)
 
 
 def choose_teachers(config: RunConfig, prompts: Sequence[Prompt]) -> dict[str, list[int]]:

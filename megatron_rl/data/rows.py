@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_rl.extension.registry import GYM, HUB
+from megatron_rl.extension.registry import GYM, HUB, OBJECT
 from megatron_rl.types import UserError
 
 _LONGEST_EXCERPT = 120
@@ -129,6 +129,10 @@ def _open(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         from megatron_rl.data.hub import read_dataset
 
         return read_dataset(name)
+    if name.startswith(OBJECT):
+        from megatron_rl.data.passed_rows import read_passed
+
+        return read_passed(name)
     path, readers = Path(name), {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if not path.is_file():
         state = "is not a file" if path.exists() else "does not exist"

@@ -19,6 +19,7 @@ from megatron_rl.types import UserError
 Entry = TypeVar("Entry")
 GYM = "reasoning-gym:"  # prefix of data sets of the package reasoning-gym
 HUB = "hub:"  # prefix of data sets of the Hugging Face hub
+OBJECT = "object:"  # prefix of rows that a program passes (data/passed_rows.py)
 
 
 @dataclass(frozen=True)

@@ -184,11 +184,15 @@ class Run:
         self._pace.mark(step)
         for sink in self._sinks:
             sink.log(step, record)
-        if self.is_writer:
-            for alarm in self._health.add(step, record):
-                self.log.warning("%s", alarm)
-                for sink in self._sinks:
-                    sink.alarm(step, alarm.name, str(alarm))
+        for alarm in self._health.add(step, record) if self.is_writer else ():
+            self.announce(step, alarm.name, str(alarm))
+
+    def announce(self, step: int, name: str, text: str) -> None:
+        """Log an alarm and show it on the status page, in TensorBoard and W&B; do nothing for ""."""
+        if self.is_writer and text:
+            self.log.warning("%s", text)
+            for sink in self._sinks:
+                sink.alarm(step, name, text)
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write rollouts of a step in the background, one JSON object per line; see `settle`."""

@@ -3,7 +3,7 @@
 
 A reward function has verl's signature (data_source, solution_str, ground_truth, extra_info), is called by keyword, and
 returns a number, or a dict with "score" and further numbers to log. It also receives the `FURTHER_ARGUMENTS` that it
-takes. Errors name the rollout and the line that raised.
+takes (`calls.py`). Errors name the rollout and the line that raised.
 
 A worker is a new interpreter (`child.py`) that imports this file, the rules and the user's file, but neither torch nor
 transformers; module state persists between calls. One thread per worker sends it one rollout at a time. Each rollout
@@ -22,15 +22,26 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from dataclasses import replace
+from itertools import chain, count
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from megatron_rl.extension.registry import name_of
 from megatron_rl.extension.user_code import ProcessExit, import_file, locate, refuse_exit
+from megatron_rl.rewards.calls import (
+    file_of,
+    find_further_arguments,
+    is_batched,
+    list_arguments,
+    score_batch,
+    takes_completions,
+)
 from megatron_rl.rewards.child import ChildProcess
 from megatron_rl.rewards.scoring import (
     RULES,
@@ -45,12 +56,17 @@ from megatron_rl.rewards.scoring import (
 )
 from megatron_rl.types import Rollout, UserError, text_of
 
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import RewardConfig
+
 _START_SECONDS = 120.0  # includes imports of the user's file
 _GRACE_SECONDS = 1.0
 _END_SECONDS = 5.0  # for processes that functions left behind
-_SIGNATURE = "def name(data_source, solution_str, ground_truth, extra_info) -> float | dict"
+_SIGNATURE = (
+    "def name(data_source, solution_str, ground_truth, extra_info) -> float | dict, or TRL's: "
+    "def name(prompts, completions, **columns) -> list"
+)
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-FURTHER_ARGUMENTS = ("prompt", "response_tokens", "finish_reason", "step", "row")
 
 
 def load_reward_function(
@@ -85,9 +101,9 @@ def check_reward_function(function: Any, name: str, source: str) -> RewardFuncti
         raise _refuse(f'the file defines no "{name}"', source, "check the name")
     if not callable(function):
         raise _refuse(f'"{name}" is a {type(function).__name__} and cannot be called', source, "name a function")
-    if inspect.iscoroutinefunction(function):
-        raise _refuse(f'"{name}" is an async function', source, "write a plain function that waits inside")
     try:
+        if takes_completions(function):
+            return function
         inspect.signature(function).bind(**dict.fromkeys((*_ARGUMENTS, *find_further_arguments(function))))
     except (TypeError, ValueError) as error:
         hint = "rename the parameters; further ones need defaults"
@@ -99,24 +115,53 @@ def _refuse(found: str, source: str, hint: str) -> UserError:
     return UserError(found, source=source, expected=_SIGNATURE, hint=hint)
 
 
-def find_further_arguments(function: RewardFunction) -> list[str]:
-    """Return the optional `FURTHER_ARGUMENTS` that a reward function takes."""
-    # A callable object may have no hash.
-    return (_read_further_arguments if inspect.isfunction(function) else _read_further_arguments.__wrapped__)(function)
+def name_rewards(rewards: Any) -> dict[str, RewardFunction | None]:
+    """Name the rewards that a program passes: functions as "file:name", sources by name as they are (`None`).
+
+    Raises:
+        UserError: one is no reward.
+    """
+    named: dict[str, RewardFunction | None] = {}
+    for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
+        if isinstance(reward, str):
+            if Path(reward).is_dir():
+                hint = f'write config={{"reward_model": {{"path": {reward!r}}}}} instead'
+                raise _refuse(f"the reward {reward!r} is the directory of a model", "the reward that was passed", hint)
+            named[reward] = None
+            continue
+        name = name_of(reward)
+        check_reward_function(reward, name, "the reward that was passed")
+        targets = chain([f"{file_of(reward)}:{name}"], (f"{file_of(reward)}:{name}_{number}" for number in count(2)))
+        named[next(target for target in targets if target not in named)] = reward
+    return named
 
 
-@cache  # reading a signature is as slow as a rule
-def _read_further_arguments(function: RewardFunction) -> list[str]:
-    parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return [name for name in FURTHER_ARGUMENTS if takes_all or name in parameters]
+def enter_rewards(rewards: Any, weights: Sequence[float] | None, config: RewardConfig) -> RewardConfig:
+    """Return the reward section with the names of passed rewards.
 
-
-def file_of(function: Any) -> str:
-    """Return the file that defines a function, or a callable object's class."""
-    function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return code.co_filename if code is not None else repr(function)
+    Raises:
+        UserError: a reward is wrong, weights are no numbers or have another count, or the config names rewards too.
+    """
+    named = name_rewards([] if rewards is None else rewards)
+    for leaf in ("components", "workers"):
+        if getattr(config, leaf):
+            raise UserError(
+                f"reward.{leaf} = {getattr(config, leaf)!r} beside a reward that was passed as an object",
+                source=f"reward.{leaf}",
+                expected="one of the two",
+                hint="name the function in the config as path.py:name, or remove the setting",
+            )
+    if weights is None and len(named) == 1 and None not in named.values():
+        return replace(config, function=next(iter(named)))
+    factors = [1.0] * len(named) if weights is None else [*weights] if isinstance(weights, list | tuple) else [weights]
+    if len(factors) != len(named) or not named or not all(isinstance(factor, int | float) for factor in factors):
+        raise UserError(
+            f"the weights {factors} for {len(named)} reward(s)",
+            source="weights",
+            expected="one number per reward",
+            hint="write reward=[f, g], weights=[1.0, 0.5]",
+        )
+    return replace(config, components=[f"{weight} {target}" for weight, target in zip(factors, named, strict=True)])
 
 
 def compute_score(function: RewardFunction, rollout: Rollout, step: int = 0) -> Score:
@@ -127,24 +172,11 @@ def compute_score(function: RewardFunction, rollout: Rollout, step: int = 0) -> 
     """
     if isinstance(function, Rule):
         return score_by_rule(function, rollout)
-    prompt = rollout.prompt
-    tellable: dict[str, Callable[[], Any]] = {
-        "prompt": lambda: prompt.text,
-        "response_tokens": lambda: rollout.response_tokens.tolist(),
-        "finish_reason": lambda: rollout.finish_reason,
-        "step": lambda: step,
-        "row": lambda: dict(prompt.row),
-    }
-    further = {name: tellable[name]() for name in find_further_arguments(function)}
+    if is_batched(function):
+        return score_batch(function, [rollout], [step])[0]
     try:
         with refuse_exit():
-            result = function(
-                data_source=prompt.data_source,
-                solution_str=rollout.response,
-                ground_truth=prompt.ground_truth,
-                extra_info=dict(prompt.extra_info),
-                **further,
-            )
+            result = function(**list_arguments(function, rollout, step))
     except (Exception, SystemExit, ProcessExit) as error:
         place = locate(error, file_of(function))
         raise refuse_score(f"raised {type(error).__name__}: {text_of(error)}", rollout, place) from error

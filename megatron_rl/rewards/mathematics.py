@@ -22,16 +22,20 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from megatron_rl.rewards.child import ChildProcess
-from megatron_rl.rewards.quantities import clean, read_last_quantity, read_quantity
+from megatron_rl.rewards.quantities import CHANGED, clean, read_last_quantity, read_quantity
 
 Verdict = Literal["equal", "different", "timeout", "unparsable truth"]
 
 _LONGEST = 2000  # characters of an answer for math-verify, which looks for the last expression
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
 _MATH_WORDS = frozenset({"sqrt", "frac", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "infty", "cbrt"})
+_RELATION = re.compile(r"^\s*(?=(?:\\(?:neq?|leq?|geq?|lt|gt)\b|[<>\u2260\u2264\u2265]))")
+# Notations of which math-verify reads the first number only: 101_2, 5:1, --5.
+_NOTATION = re.compile(rf"\d\s*(?:_|:\s*\d)|^--|{CHANGED.pattern}", re.IGNORECASE)
 _UNIT_BEHIND = re.compile(r"(?<=[\d})\]])\s+[A-Za-z]{2,}(?:\s+[A-Za-z]{2,})*\.?$")
 # Numbers too large to compute: towers of powers, large exponents, large factorials.
 _HUGE = re.compile(r"\d\s*(?:\^|\*\*)\s*[{(]*\s*(?:\d+\s*[})]*\s*(?:\^|\*\*)|\d{5,})|\d{5,}\s*\)?\s*!|!\s*\)?\s*!")
+_EXACT = 12  # decimal places: no rounded number equals an irrational one
 _LIMIT_SECONDS = 5.0
 _START_SECONDS = 120.0  # to import sympy
 _LIMIT_BYTES = 4 << 30
@@ -56,6 +60,9 @@ def compare_answers(answer: str, truth: str, *, is_named: bool = True) -> Verdic
         return "equal" if found and found.is_finished and gold.equals(found) else "different"
     if gold and found:
         return "equal" if gold.equals(found) else "different"
+    if (is_named and _NOTATION.search(ours)) or _NOTATION.search(theirs):
+        given = ours if is_named else ours.rpartition(" ")[2]
+        return "equal" if re.sub(r"[\s{}]", "", given) == re.sub(r"[\s{}]", "", theirs) else "different"
     if not gold and not is_readable(truth):
         return "unparsable truth"
     if is_named and (_is_words(ours) or _is_words(theirs)):
@@ -87,6 +94,7 @@ def _as_latex(answer: str) -> str:
 
     Sentences are left alone: in a box, words would be read as products.
     """
+    answer = re.sub(r"(?<![\\A-Za-z])pi\b", r"\\pi", _RELATION.sub("x ", answer))
     answer = _UNIT_BEHIND.sub("", answer)
     words = [word for word in _WORD.findall(re.sub(r"\\[a-z]+\s*\{[^{}]*\}", "", answer)) if word not in _MATH_WORDS]
     is_marked = "$" in answer or "\\boxed" in answer
@@ -158,7 +166,7 @@ def _compare(math_verify: Any, answer: str, truth: str) -> Verdict:
         if all(isinstance(found, str) for found in gold):
             return "unparsable truth"
         found = math_verify.parse(answer, parsing_timeout=None)
-        return "equal" if math_verify.verify(gold, found, timeout_seconds=None) else "different"
+        return "equal" if math_verify.verify(gold, found, float_rounding=_EXACT, timeout_seconds=None) else "different"
     except MemoryError:
         return "timeout"
     except Exception:  # sympy raises arbitrary errors on arbitrary texts

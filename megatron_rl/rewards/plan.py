@@ -9,7 +9,7 @@ The reward model scores elsewhere and collectively, so `add_model_scores` follow
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, product
 
@@ -75,13 +75,13 @@ class RewardPlan:
 
 
 def build_reward_plan(
-    config: RewardConfig, max_response_length: int, function: RewardFunction | None = None
+    config: RewardConfig, max_response_length: int, functions: Mapping[str, RewardFunction | None] = {}
 ) -> RewardPlan:
     """Read the reward section and load its functions.
 
     Args:
         config: `components`, or else the first given of `function` and `rule`.
-        function: used instead of loading `config.function`.
+        functions: passed objects by target, used instead of loading it.
 
     Raises:
         UserError: a component is malformed, a function or URL is unusable, or there are two models.
@@ -109,7 +109,7 @@ def build_reward_plan(
             names = chain([name], (f"{name}_{number}" for number in count(2)))
             taken = {*_RESERVED, *(source.name for source in sources)}
             name = next(unique for unique in names if unique not in taken)
-            loaded = function
+            loaded = functions.get(target)
             if loaded is None:
                 if target in RULES:
                     loaded = Rule(target, config.answer)
@@ -229,10 +229,15 @@ def check_truths(plan: RewardPlan, prompts: Sequence[Prompt]) -> list[str]:
     """Return notes on ground truths that can be compared as text only.
 
     Raises:
-        UserError: a data set has no scorer in the rule by_data_source, or a ground truth is not text for a rule that
-            needs it.
+        UserError: a data set has no scorer in the rule by_data_source, a ground truth is not text for a rule that
+            needs it, or a function takes a column that no row has.
     """
     targets = {source.target: source.setting for source in plan.sources}
+    for source in plan.sources:
+        if source.function is not None and not isinstance(source.function, Rule):
+            from megatron_rl.rewards.calls import check_columns
+
+            check_columns(source.function, prompts, source.setting)
     if "by_data_source" in targets:
         from megatron_rl.rewards.public_sets import find_scorer
 

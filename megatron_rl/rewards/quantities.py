@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Parser for a single number in any notation: "$1,072.50", "18 dollars", "1 000", "2\frac{1}{2}", "1e3", "50\%".
+r"""Parser for a single number in any notation: "$1,072.50", "five dollars", "1 000", "2\frac{1}{2}", "1e3", "50\%".
 
 Units and currencies are ignored. An ambiguous dot or comma is read as in English ("1.000" is 1); a comma before other
 than three digits is a decimal comma only if the caller permits it ("1,5" may be two answers). Several numbers, a
@@ -18,6 +18,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+_PER_CENT = Fraction(1, 100)
 _ROUNDED_FROM = 6  # decimal places from which a number may be a rounded one, such as 1/3
 _LONGEST = 500  # characters
 _LONGEST_TEXT = 2000  # last characters of a text, searched for the last number
@@ -62,9 +63,14 @@ _SEVERAL = re.compile(
 _WRAPPED = re.compile(r"\((.*)\)|\{(.*)\}|\\\{(.*)\\\}|\[(.*)\]")
 # Text next to the last number that makes it an operand, or negative.
 _OPERATION_BEFORE = re.compile(
-    r"(?:[+*/^_\u00f7\u221a-]|\d[.,]|[\w)\]}](?=[(\[{])|\}|\\(?!approx|therefore|implies|to\b|[LRlr]\w*arrow)[a-z]+)[\s(\[{]*$"
+    r"(?:[+*/^_\u00f7\u221a-]|\d[.,:]|[\w)\]}](?=[(\[{])|\}|\\(?!approx|therefore|implies|to\b|[LRlr]\w*arrow)[a-z]+)[\s(\[{]*$"
 )
-_OPERATION_BEHIND = re.compile(r"[\s)\]}]*(?:[+*/^\u00f7]|\\(?:times|cdot|div)\b)")
+_OPERATION_BEHIND = re.compile(r"[\s)\]}]*(?:[+*/^_\u00f7]|\\(?:times|cdot|div|pi|neq?|leq?|geq?|lt|gt)\b)")
+_OPERATION_OF = re.compile(  # in words before a number
+    r"\b(?:half|double|triple|thrice|square|cube|factorial|reciprocal|inverse|opposite|third|quarter|tenth)"
+    r"(?:\s+of)?(?:\s+the)?\s*$",
+    re.IGNORECASE,
+)
 _SIGN = re.compile(r"(?:^|[=:(\[{,])\s*-\s*$|(?<![\d)\]}])\s-$")
 _CJK = r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
 _WORDS_BEFORE = re.compile(rf"(?:[^\W\d_]+[:,']?\s+|{_CJK}+[:,]?\s*)+")
@@ -76,9 +82,30 @@ _SHORT_UNITS = _words(
     "m s h g l w v j n k c f b km cm mm nm dm kg mg ml cl dl kw hz kj pa ms hr ft yd mi lb oz ha th st nd rd am pm kb "
     "mb gb tb rs z\u0142 kr is"
 )
-_NO_UNITS = _words(  # operators, functions and constants in words
-    "or and to plus minus times over mod choose if when where such not than pi tau theta alpha beta gamma lambda phi "
-    "sigma omega sqrt root cbrt sin cos tan cot sec csc log exp infty infinity und oder et ou"
+_TEENS = re.findall(
+    r"\w+",
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen",
+)
+_TENS = re.findall(r"\w+", "twenty thirty forty fifty sixty seventy eighty ninety")
+_NUMERALS = {word: n for n, word in enumerate(_TEENS)} | {word: 20 + 10 * n for n, word in enumerate(_TENS)}
+_SPELLED = re.compile(
+    rf"(?:(?:{'|'.join(_TENS)})(?:[-\s](?:{'|'.join(_TEENS[1:10])}))?|(?:{'|'.join(_TEENS)}))\b"
+    r"(?![-\s]+(?:quarters?|point)\b)",
+    re.IGNORECASE,
+)
+_CHANGES = _words(  # words behind a number that make it another one
+    "half halve third fourth fifth sixth seventh eighth ninth tenth hundredth thousandth millionth squared cubed "
+    "factorial doubled tripled quadrupled halved"
+)
+CHANGED = re.compile(rf"\d[\s-]*(?:{'|'.join(_CHANGES)})s?\b", re.IGNORECASE)
+_FUNCTIONS = _words(  # functions and constants in words
+    "pi tau theta alpha beta gamma lambda phi sigma omega sqrt root cbrt sin cos tan cot sec csc log exp infty infinity"
+)
+_NO_UNITS = (
+    _words("or and to plus minus times over mod choose if when where such not than base und oder et ou")
+    | _FUNCTIONS
+    | {*_NUMERALS}
 )
 _UNEQUAL = _words("not less more greater fewer least most under above below between than or and")
 _OPERATIONS = _words("plus minus times mod modulo choose negative twice squared cubed root sqrt sin cos tan log ln exp")
@@ -123,12 +150,12 @@ class Quantity:
     def equals(self, other: Quantity) -> bool:
         """Return whether both mean the same number.
 
-        One side may omit a scale. A decimal of six or more places equals a number that it rounds.
+        One side may omit "percent". A decimal of six or more places equals a number that it rounds.
         """
         if self.name and other.name and self.name != other.name:
             return False
         pairs = [(self.value * self.scale, other.value * other.scale)]
-        if self.scale != other.scale and 1 in (self.scale, other.scale):
+        if {self.scale, other.scale} == {1, _PER_CENT}:
             pairs.append((self.value, other.value))
         places = max(self.num_places, other.num_places)
         tolerance = Fraction(1, 10**places) if places >= _ROUNDED_FROM else 0
@@ -163,10 +190,13 @@ def read_quantity(text: str, *, is_answer: bool = False) -> Quantity | None:
         if not is_answer or is_hedged or not _FORMULA.fullmatch(lefts[-1]):
             return None
     text = _unwrap(text.strip())
+    if spelled := _SPELLED.match(text):
+        text = f"{sum(_NUMERALS[word] for word in re.findall('[a-z]+', spelled[0].lower()))}{text[spelled.end() :]}"
     words = _WORDS_BEFORE.match(text)
     if words:
         before = words[0].lower().split()
-        if (_UNEQUAL | _OPERATIONS) & set(before) or (len(before) == 1 and len(words[0].strip()) == 1):
+        is_operand = (_UNEQUAL | _OPERATIONS) & set(before) or _OPERATION_OF.search(words[0])
+        if is_operand or (len(before) == 1 and len(words[0].strip()) == 1):
             return None
         text = text[words.end() :]
     sign, text = (-1, text[1:].lstrip()) if text.startswith("-") else (1, text.removeprefix("+"))
@@ -193,7 +223,11 @@ def read_last_quantity(text: str) -> Quantity | None:
     rest = text[end:]
     if not number or _OPERATION_BEFORE.search(before) or _OPERATION_BEHIND.match(rest) or _OPERATIONS & {*words}:
         return None
-    scale = _read_rest(rest) or Fraction(1, 100 if _PERCENT.match(rest) else 1)
+    scale, behind = _read_rest(rest) or (_PER_CENT if _PERCENT.match(rest) else None), _UNIT.match(rest)
+    is_changed = not scale and behind and behind[2].lower().removesuffix("s") in _CHANGES | _FUNCTIONS | {*_MAGNITUDES}
+    if is_changed or _OPERATION_OF.search(before):
+        return None
+    scale = scale or Fraction(1)
     return replace(number, value=-number.value if sign else number.value, scale=scale)
 
 
@@ -244,7 +278,7 @@ def _read_rest(rest: str) -> Fraction | None:
     """Return the scale given by the words after a number; `None` if they are more than a unit."""
     percent = _PERCENT.match(rest)
     if percent:
-        return Fraction(1, 100) if _is_unit(rest[percent.end() :]) else None
+        return _PER_CENT if _is_unit(rest[percent.end() :]) else None
     unit = _UNIT.fullmatch(rest)
     word = unit[2].lower().removesuffix("s") if unit else ""
     if unit and word in _MAGNITUDES:
@@ -260,8 +294,12 @@ def _is_unit(rest: str) -> bool:
     gap, word, more = unit.groups()
     is_attached, is_foreign = not gap, not word.isascii()
     known = word.lower() in _SHORT_UNITS and (len(word) > 1 or not is_attached)
-    if word.lower() in _NO_UNITS or not (known or is_foreign or len(word) >= (4 if is_attached else 3)):
+    if (
+        word.lower() in _NO_UNITS
+        or word.lower().removesuffix("s") in _CHANGES
+        or not (known or is_foreign or len(word) >= (4 if is_attached else 3))
+    ):
         return False
     more = _NUMBER_IN_WORDS_AFTER.sub("", re.sub(r"\([^()]*\)", "", more))
     more = re.sub(r"(?:\*|\\cdot)\s*(?=[^\W\d_])", "", more)  # kg * m
-    return not re.search(r"[\d=+*^\\{}<>]", more)
+    return not re.search(rf"[\d=+*^\\{{}}<>]|\bthan\s+(?:{_SPELLED.pattern})", more)

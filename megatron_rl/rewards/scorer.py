@@ -57,7 +57,7 @@ class Scorer:
         runs_code = pool is None and any(spec.function and not isinstance(spec.function, Rule) for spec in plan.sources)
         left = None
         if runs_code:
-            from megatron_rl.rewards.functions import LeftBehind, compute_score
+            from megatron_rl.rewards.functions import LeftBehind, compute_score, is_batched
 
             left = LeftBehind()
         self._notice_children: Callable[[], AbstractContextManager] = left.notice if left else nullcontext
@@ -73,6 +73,10 @@ class Scorer:
                 self._sources.append(lambda *sample, submit=submit: submit(*sample).result)
             elif isinstance(spec.function, Rule):  # runs when its score is awaited
                 self._sources.append(lambda rollout, step, rule=spec.function: partial(score_by_rule, rule, rollout))
+            elif is_batched(spec.function):
+                from megatron_rl.rewards.calls import BatchSource
+
+                self._sources.append(BatchSource(spec.function).begin)
             else:  # likewise, and cannot be interrupted
                 self._sources.append(lambda *sample, score=spec.function: partial(compute_score, score, *sample))
         if left:

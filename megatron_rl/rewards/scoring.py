@@ -206,6 +206,8 @@ def score_by_rule(rule: Rule, rollout: Rollout) -> Score:
         UserError: the rule raised, or returned no finite score.
     """
     prompt = rollout.prompt
+    if prompt.ground_truth is None:  # of a text for `policy.sample`
+        return Score(0.0, failure=f"the rule {rule.name} has no ground truth to compare with")
     try:
         result = rule(prompt.data_source, rollout.response, prompt.ground_truth)
     except Exception as error:  # a ground truth of another form than the rule's

@@ -61,16 +61,16 @@ def group_timeout(config: RunConfig) -> timedelta:
 
 
 def check_agreement(chosen: list[str]) -> None:
-    """Refuse ranks that chose different layouts or commits of the hub (UserError on every rank); collective."""
+    """Refuse ranks with different layouts, commits of the hub or passed rows (UserError on every rank); collective."""
     found = gather_objects(chosen, world())
     rank = next((rank for rank, lines in enumerate(found) if lines != found[0]), None)
     if rank is not None:
         mine, other = ("; ".join(line for line in found[r] if line not in found[rank - r]) for r in (0, rank))
         raise UserError(
-            f"the ranks come to different choices: {mine or 'none'} on rank 0, {other or 'none'} on rank {rank}",
-            source="layout.mode, or the settings with names of the hub",
-            expected="nodes with equal memory, equal local directories, and one commit of each name",
-            hint="set the layout (tools/plan.py lists those that fit the smallest node); write ID@COMMIT",
+            f"the ranks do not agree: {mine or 'none'} on rank 0, {other or 'none'} on rank {rank}",
+            source="layout.mode, the settings with names of the hub, or rows that were passed (set?digest)",
+            expected="equal memory and local directories on all nodes, one commit of each name, and the same rows",
+            hint="set the layout (tools/plan.py lists those that fit), write ID@COMMIT, or sort the rows",
         )
 
 

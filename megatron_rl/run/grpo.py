@@ -32,7 +32,7 @@ from megatron_rl.samples.experience import Column, Experience
 class Trainer(Session):
     """One RL run; building it is collective.
 
-    trainer = Trainer.from_hf_config("models/Qwen2.5-0.5B-Instruct", "recipe.yaml")
+    trainer = Trainer("models/Qwen2.5-0.5B-Instruct", "recipe.yaml")
     trainer.train()
     """
 
@@ -155,7 +155,14 @@ class Trainer(Session):
         """Add a step's metrics to the run's record and write some of its rollouts to the log; collective."""
         headers = samples.headers
         reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
-        self.run.count(describe_rollouts(headers) | samples.metrics | samples.pack(self.policy.packer).metrics)
+        found = describe_rollouts(headers)
+        self.run.count(found | samples.metrics | samples.pack(self.policy.packer).metrics)
+        if step == 1:
+            from megatron_rl.rewards.silence import explain_silence
+
+            shown = samples.fetch_rollouts([*{0, len(samples.rewards) - 1}], self.inputs.tokenizer.decode)
+            text = explain_silence(headers.rollouts, found, [rollout for rollout, _ in shown], self.inputs.reward_plan)
+            self.run.announce(step, "no-signal", text)
         self.run.count(describe_sources(headers, [prompt.data_source for prompt in samples.prompts]))
         self.run.count(self.policy.describe_reshard() | samples.measure_bytes())
         batch = self.policy.read(samples, "old_logprobs", "advantages", "values", "update_logprobs", "update_entropy")

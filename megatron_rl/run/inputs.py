@@ -11,35 +11,30 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.algorithms.catalog import (
-    ADVANTAGE_ESTIMATORS,
-    LOSS_AGGREGATIONS,
-    POLICY_LOSSES,
-    AdvantageEstimator,
-    PolicyLoss,
-    RegisteredEstimator,
-)
+from megatron_rl.algorithms.catalog import LOSS_AGGREGATIONS, POLICY_LOSSES, AdvantageEstimator, PolicyLoss
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.batch_plan import BatchPlan
-from megatron_rl.config.checks import check_config
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import PromptSet, SftSet, choose_teachers, load_prompts, load_sft_examples, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
-from megatron_rl.extension.registry import ENGINES, HUB, RegisteredEngine, enter_object, find_entry, name_of
+from megatron_rl.extension.registry import HUB, find_entry
 from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan, check_truths
-from megatron_rl.rewards.scoring import RewardFunction
+from megatron_rl.rewards.scoring import RewardFunction, Rule
 from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models, resolve, resolve_sft
 from megatron_rl.types import Rollout, UserError
 
 if TYPE_CHECKING:  # a dry run imports no torch
+    from megatron_rl.algorithms.catalog import AdvantageEstimator, PolicyLoss, RegisteredEstimator
     from megatron_rl.config.sft_plan import SftPlan
     from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.engines.protocol import EngineMaker
+    from megatron_rl.extension.registry import RegisteredEngine
     from megatron_rl.planning.cluster import Cluster
     from megatron_rl.training.setup import RoleSetup
 
@@ -49,8 +44,9 @@ class Parts:
     """User objects; `None` leaves the choice to the config.
 
     Attributes:
-        reward: verl's signature `(data_source, solution_str, ground_truth, extra_info)`, a number or a dict with
-            "score"; called in the rank.
+        reward: a function with verl's signature or TRL's `(prompts, completions, **columns)`, also async, called in
+            the rank; a source of `reward.components` by name; or a list of these.
+        weights: of several rewards; default: 1 each.
         adv_estimator: `(AdvantageInputs, AlgorithmConfig)` -> advantages per token; a `RegisteredEstimator` if it needs
             a critic's values or greedy responses.
         policy_loss: `(PolicyLossInputs, AlgorithmConfig)` -> per token, a loss and whether it was clipped.
@@ -63,7 +59,8 @@ class Parts:
         actor, critic, reference: `RoleSetup` -> the role, such as a subclass of `Actor`, `Critic`, `Reference`.
     """
 
-    reward: RewardFunction | None = None
+    reward: RewardFunction | str | Sequence[RewardFunction | str] | None = None
+    weights: Sequence[float] | None = None
     adv_estimator: AdvantageEstimator | RegisteredEstimator | None = None
     policy_loss: PolicyLoss | None = None
     engine: EngineMaker | RegisteredEngine | None = None
@@ -74,44 +71,9 @@ class Parts:
     critic: Callable[[RoleSetup], Any] | None = None
     reference: Callable[[RoleSetup], Any] | None = None
 
-    def enter(self, config: RunConfig) -> RunConfig:
-        """Register the objects that are looked up by name, and return the config with their names.
-
-        Raises:
-            UserError: a name is taken, the engine does not support a setting, the reward has a wrong signature, or the
-                config names other rewards.
-        """
-        algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
-        if self.adv_estimator is not None:
-            entry = self.adv_estimator
-            if not isinstance(entry, RegisteredEstimator):
-                entry = RegisteredEstimator(entry)
-            name = enter_object(ADVANTAGE_ESTIMATORS, entry, entry.estimate, "algorithm.adv_estimator")
-            algorithm = replace(algorithm, adv_estimator=name)
-        if self.policy_loss is not None:
-            name = enter_object(POLICY_LOSSES, self.policy_loss, self.policy_loss, "algorithm.policy_loss")
-            algorithm = replace(algorithm, policy_loss=name)
-        if self.engine is not None:
-            entry = self.engine if isinstance(self.engine, RegisteredEngine) else RegisteredEngine(self.engine)
-            rollout = replace(rollout, engine=enter_object(ENGINES, entry, entry.make, "rollout.engine"))
-            check_config(replace(config, rollout=rollout))
-        if self.reward is not None:
-            from megatron_rl.rewards.functions import check_reward_function, file_of
-
-            check_reward_function(self.reward, name_of(self.reward), "the reward that was passed")
-            for leaf in ("components", "workers"):
-                if getattr(reward, leaf):
-                    raise UserError(
-                        f"reward.{leaf} = {getattr(reward, leaf)!r} beside a reward that was passed as an object",
-                        source=f"reward.{leaf}",
-                        expected="one of the two",
-                        hint="name the function in the config as path.py:name, or remove the setting",
-                    )
-            reward = replace(reward, function=f"{file_of(self.reward)}:{name_of(self.reward)}")
-        return replace(config, algorithm=algorithm, rollout=rollout, reward=reward)
-
 
 NO_PARTS = Parts()
+_NEED_TRUTH = (Rule, type(None))  # rules and services; functions receive `None`
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
@@ -168,11 +130,13 @@ def read_prompts(
         from megatron_rl.agents.program import check_episodes, list_tools
 
         tools = list_tools(config.agents)
+    needs_truth = not reward_plan.sources or any(type(source.function) in _NEED_TRUTH for source in reward_plan.sources)
+    load = partial(load_prompts, needs_truth=needs_truth)
     validation = {
-        name: load_prompts([file], tokenizer, data, limit=data.validation_limit, tools=tools)
+        name: load([file], tokenizer, data, limit=data.validation_limit, tools=tools)
         for name, file in name_files(data.validation_files).items()
     }
-    train = load_prompts(data.train_files, tokenizer, data, tools=tools)
+    train = load(data.train_files, tokenizer, data, tools=tools)
     trained = {prompt.text for prompt in train.prompts}
     notes = [
         f"validation set {name}: each of its {len(part.prompts)} prompts is a training prompt, too"
@@ -254,7 +218,7 @@ def plan_rl(config: RunConfig, world_size: int) -> BatchPlan:
 
 
 def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) -> RlInputs:
-    """Read and check models, prompts, rewards and plugins after `parts.enter` (UserError if any is wrong)."""
+    """Read and check models, prompts, rewards and plugins after `enter_parts` (UserError if any is wrong)."""
     spec = resolve(config)
     _check_paths(config)
     find_entry(POLICY_LOSSES, config.algorithm.policy_loss, "algorithm.policy_loss")
@@ -262,15 +226,13 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
     reward = config.reward
     if parts.reward_model is not None or (config.reward_model.path and not reward.components):
-        if parts.reward is not None or (parts.reward_model and config.reward_model.path):
-            raise UserError(
-                "a reward model beside another reward",
-                source="the objects that were passed",
-                expected="one of them",
-                hint="name the others with their weights in reward.components",
-            )
         reward = replace(reward, components=[*reward.components, "1.0 model"])
-    reward_plan = build_reward_plan(reward, config.data.max_response_length, parts.reward)
+    functions = {}
+    if parts.reward is not None:
+        from megatron_rl.rewards.functions import name_rewards
+
+        functions = name_rewards(parts.reward)
+    reward_plan = build_reward_plan(reward, config.data.max_response_length, functions)
     roles, tokenizer = read_rl_models(config, spec, world_size)
     noted = note_models(config, roles, config.rollout.engine)
     policy = roles["actor"].shape

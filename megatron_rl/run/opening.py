@@ -25,7 +25,7 @@ import yaml
 from megatron_rl.checkpoint.directory import find_newest_valid, find_step, read_manifest
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.extension.registry import GYM, HUB
+from megatron_rl.extension.registry import GYM, HUB, OBJECT
 from megatron_rl.observability.metrics import METRICS_FILE, has_records
 from megatron_rl.observability.run import Run
 from megatron_rl.parallel.collectives import failing_together, open_store, share_object, world
@@ -110,10 +110,13 @@ def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable
 def _digest(files: Iterable[Path], *, samples: bool) -> str:
     whole = hashlib.blake2b(digest_size=20)
     for path in files:
-        if str(path).startswith(GYM):
+        name = str(path)
+        if name.startswith(GYM):
             from megatron_rl.extension.reasoning_gym import identify
 
-            whole.update(identify(str(path)).encode())
+            name = identify(name)
+        if str(path).startswith((GYM, OBJECT)):
+            whole.update(name.encode())
             continue
         if str(path).startswith(HUB):
             whole.update(str(path).encode())  # the name has the commit

@@ -31,7 +31,7 @@ from megatron_rl.samples.estimate import find_rollouts
 from megatron_rl.samples.experience import Column, Experience
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.roles.on_samples import ActorOnSamples, PolicyOnSamples
-from megatron_rl.types import Prompt, UserError
+from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
     from megatron_rl.training.roles.critic import CriticOnSamples
@@ -43,11 +43,17 @@ class Policy(ActorOnSamples):
     """The policy: a model in training, and its copies in rollout engines; methods are collective."""
 
     def __init__(
-        self, role: Any, packer: Packer, sampling: RolloutMembers, state: TrainingState, config: RunConfig
+        self,
+        role: Any,
+        packer: Packer,
+        sampling: RolloutMembers,
+        state: TrainingState,
+        config: RunConfig,
+        given: RlInputs,
     ) -> None:
         super().__init__(role, packer)
         self.hybrid, self._collector, self._state, self._config = sampling.hybrid, sampling.collector, state, config
-        mtp = self.role.mtp
+        self._tokenizer, mtp = given.tokenizer, self.role.mtp
         self._export = actor_export(config, self.model, None if mtp is None else mtp.model)
         self._generates, self._recipe = False, dump_yaml(config)
 
@@ -71,14 +77,14 @@ class Policy(ActorOnSamples):
             )
 
     def sample(
-        self, step: int, prompts: Sequence[Prompt] | None = None, n: int | None = None, temperature: float | None = None
+        self, step: int, prompts: Sequence[Any] | None = None, n: int | None = None, temperature: float | None = None
     ) -> Experience:
         """Generate and score responses; only inside a `rollout_mode` block.
 
         Args:
             step: part of every response's seed: equal steps give equal responses for equal weights.
-            prompts: the same on every rank; by default the next `data.train_batch_size`, with dynamic sampling and
-                greedy responses if needed.
+            prompts: `Prompt`s, texts, messages or token ids, the same on every rank; by default the next
+                `data.train_batch_size`, with dynamic sampling and greedy responses if needed.
             n, temperature: override `rollout`'s for given prompts; `logprobs` keeps `rollout.temperature`.
 
         Raises:
@@ -86,6 +92,10 @@ class Policy(ActorOnSamples):
         """
         self._check_mode("sample")
         rollout, limit = self._config.rollout, self._config.data.max_prompt_length
+        if prompts is not None:
+            from megatron_rl.data.chats import read_given_prompts
+
+            prompts = read_given_prompts(prompts, self._tokenizer, n, temperature)
         for prompt in prompts or ():
             if len(prompt.tokens) > limit:
                 raise UserError(
@@ -118,6 +128,13 @@ class Policy(ActorOnSamples):
 
     def expand(self, samples: Experience, values: Sequence[float] | np.ndarray) -> Column:
         """Repeat a value per rollout, [num_rollouts], for each of its tokens in the loss; other tokens get 0."""
+        if len(values) != (count := len(samples.headers.rollouts)):
+            raise UserError(
+                f"{len(values)} values for {count} rollouts",
+                source="policy.expand",
+                expected="one value per rollout, in their order",
+                hint="compute them from samples.rewards",
+            )
         batch = self.read(samples)
         table = torch.tensor([*values, 0.0], dtype=torch.float32, device=batch.tokens.device)
         rollouts = find_rollouts(samples.headers, batch)
@@ -221,7 +238,7 @@ def build_primitives(
         forward_backward="update",
         optim_step="update",
     )
-    policy = Policy(actor, packers["actor"], sampling, state, config)
+    policy = Policy(actor, packers["actor"], sampling, state, config, inputs)
     teachers = {
         name: timers.watch(
             roles[role.name], compute_logprobs="teachers", compute_top_k="teachers", compute_hidden="teachers"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,15 +16,14 @@ import torch
 from megatron_rl.config.placement import format_ranks
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import describe_engine
+from megatron_rl.extension.registry import OBJECT
 from megatron_rl.models.gpt import choose_transformer_impl
 from megatron_rl.parallel.collectives import Process, gather_objects, init_distributed, memory_in_use, open_store, world
 from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.run.building import RunSinks, check_agreement, group_timeout, launched_sizes
 from megatron_rl.run.checkpoints import Checkpoints
-from megatron_rl.run.command_line import end_program_on_errors
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs, localize, read_rl_inputs
-from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import resolve
 from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.run.primitives import Primitives, build_primitives
@@ -56,27 +54,27 @@ class Prepared:
     chosen: list[str]
 
     def join(self) -> Process:
-        """Start the process group; refuse ranks that chose other layouts or hub commits (UserError); collective."""
+        """Start the process group; refuse ranks with other layouts, hub commits or rows (UserError); collective."""
         process = init_distributed(group_timeout(self.config) / timedelta(minutes=1))
-        check_agreement(self.chosen)
+        files = self.config.data.train_files + self.config.data.validation_files
+        check_agreement(self.chosen + [name for name in files if name.startswith(OBJECT)])
         return process
 
 
-def prepare(
-    model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str], parts: Parts
-) -> Prepared:
-    """Load and check a config for a user's own program; see `Trainer.from_hf_config`."""
-    end_program_on_errors()
-    source = config if isinstance(config, Mapping) else Path(config)
-    loaded = load_config(source, [*overrides, f"model.path={model_path}"])
-    for note in loaded.notes:
-        warnings.warn(note)
-    return check(loaded.config, source if isinstance(source, Path) else None, parts)
+def prepare(model: Any, config: Any, overrides: Sequence[str], passed: Mapping[str, Any]) -> Prepared:
+    """Read, load and check what a user's own program passes."""
+    from megatron_rl.run.user_program import read_program
+
+    return check(*read_program(model, config, overrides, passed))
 
 
 def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
     """Read and check inputs (UserError on every rank alike); `trainer.debug_rank` then waits for its debugger."""
-    config, commits = localize(parts.enter(config))
+    if parts != NO_PARTS:
+        from megatron_rl.run.user_program import enter_parts
+
+        config = enter_parts(parts, config)
+    config, commits = localize(config)
     world_size, ranks_per_node = launched_sizes()
     memory, cluster, chosen = find_gpu_memory(), None, []
     if memory is not None:
@@ -85,12 +83,9 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
         cluster = find_cluster(world_size, ranks_per_node, memory)
     if config.layout.mode == "auto":
         if parts.choose_layout is None:
-            raise UserError(
-                "layout.mode = 'auto' in a program that passes no planner",
-                source="layout.mode",
-                expected="from_hf_config(..., choose_layout=tools.planning.automatic.choose_layout)",
-                hint="or give the layout: tools/plan.py prints the settings of the fastest that fit",
-            )
+            from megatron_rl.run.user_program import refuse_auto
+
+            raise refuse_auto()
         from megatron_rl.planning.cluster import find_host
 
         here = cluster or find_host(world_size, ranks_per_node)
@@ -106,18 +101,13 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
     return Prepared(config, replace(inputs, notes=[*chosen, *inputs.notes]), recipe, parts, chosen)
 
 
-def load(
-    model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), **parts: Any
-) -> Primitives:
+def load(model: Any = None, config: Any = None, overrides: Sequence[str] = (), **passed: Any) -> Primitives:
     """Build the primitives for a loop of your own; collective.
 
     Unlike a `Trainer`, it has no run directory and no watchdog. Without torchrun, the process is a job of one rank. For
-    the arguments, see `Trainer.from_hf_config`.
-
-    Raises:
-        UserError: bad input; on every rank alike, before any process group exists.
+    the arguments and errors, see `Session`.
     """
-    prepared = prepare(model_path, config, overrides, Parts(**parts))
+    prepared = prepare(model, config, overrides, passed)
     return build_primitives(prepared.config, prepared.inputs, prepared.parts, prepared.join(), RunSinks())
 
 
@@ -168,9 +158,22 @@ def _describe_ranks(ranks: range, world_size: int) -> str:
 
 
 class Session:
-    """Roles, data and outputs (logs, metrics) of one run; building it is collective."""
+    """Roles, data and outputs (logs, metrics) of one run; building it is collective.
 
-    def __init__(self, prepared: Prepared) -> None:
+    An uncaught error is printed once in the job, and ends it with an exit code of docs/checkpoints.md.
+
+    Args:
+        model: directory of the policy in HF format, or a checkpoint of this package.
+        config: a recipe, or its settings as nested mappings.
+        overrides: `section.key=value`, as on the command line.
+        **passed: see `Parts`; `data` and `validation` (see `pass_rows`) instead of files; or the arguments of TRL.
+
+    Raises:
+        UserError: bad input; on every rank alike, before any process group exists.
+    """
+
+    def __init__(self, model: Any = None, config: Any = None, overrides: Sequence[str] = (), **passed: Any) -> None:
+        prepared = model if isinstance(model, Prepared) else prepare(model, config, overrides, passed)
         self.config, self.inputs, self.plan = prepared.config, prepared.inputs, prepared.inputs.plan
         self.process = prepared.join()
         assert self.plan.total_steps is not None, "the data was read"
@@ -220,23 +223,9 @@ class Session:
             )
 
     @classmethod
-    def from_hf_config(
-        cls, model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), **parts: Any
-    ) -> Self:
-        """Build the run of `launch/pretrain_grpo.py` in a user's own program, started by torchrun.
-
-        An uncaught error is printed once in the job, and ends it with an exit code of docs/checkpoints.md.
-
-        Args:
-            model_path: directory of the policy in HF format, its name in the hub, or a checkpoint of this package.
-            config: a recipe, or its settings as nested mappings.
-            overrides: `section.key=value`, as on the command line.
-            **parts: see `Parts`.
-
-        Raises:
-            UserError: bad input; on every rank alike, before any process group exists.
-        """
-        return cls(prepare(model_path, config, overrides, Parts(**parts)))
+    def from_hf_config(cls, model_path: Any, config: Any, overrides: Sequence[str] = (), **passed: Any) -> Self:
+        """Build a run as `cls(...)` does; an older name."""
+        return cls(model_path, config, overrides, **passed)
 
     @classmethod
     def from_config(cls, config: RunConfig, recipe: Path | None = None, parts: Parts = NO_PARTS) -> Self:

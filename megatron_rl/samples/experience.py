@@ -34,7 +34,7 @@ from megatron_rl.samples.fetch import (
 )
 from megatron_rl.samples.pack import Packer, Packing
 from megatron_rl.samples.table import FINISH_REASONS, Headers, build_headers, join_headers
-from megatron_rl.types import Branch, Prompt, Rollout, RouteShape, Turn
+from megatron_rl.types import Branch, Prompt, Rollout, RouteShape, Turn, UserError
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,13 @@ class _Slot:
         return samples.columns.get(self._name)
 
     def __set__(self, samples: Experience, value: Any) -> None:
-        assert self._name not in samples.columns, f"{self._name} is there already"
+        if self._name in samples.columns:
+            raise UserError(
+                f"samples.{self._name} is set already",
+                source=f"samples.{self._name}",
+                expected="one assignment per sample",
+                hint="sample again: to run a cell of a notebook again, run the cell with policy.sample first",
+            )
         if value is not None:
             samples.columns[self._name] = value
 
@@ -114,6 +120,13 @@ class Experience:
         self.num_bytes = payload.num_bytes
         self._packings: dict[Hashable, Packing] = {}
         self._copies: dict[tuple[str, Hashable], torch.Tensor] = {}
+
+    def __repr__(self) -> str:
+        rewards, tokens = self.headers.rollouts["reward"], int(self.headers.num_response_tokens.sum())
+        return (
+            f"<{len(rewards)} samples of {len(self.prompts)} prompts: {tokens} response tokens, mean reward "
+            f"{rewards.mean():.4g}; columns: {', '.join(self.columns) or 'none yet'}>"
+        )
 
     def pack(self, packer: Packer) -> Packing:
         """Return the packing of a role; built by the first call, which is collective."""
@@ -308,6 +321,13 @@ class Minibatch:
 
     samples: Experience
     index: int
+
+
+def check_kind(value: Any, kind: type, call: str) -> None:
+    """Refuse an argument of a primitive that is of another type (UserError)."""
+    if not isinstance(value, kind):
+        found, expected = f"a {type(value).__name__}", f"{kind.__name__}, of policy.sample or policy.minibatches"
+        raise UserError(found, source=call, expected=expected, hint="docs/primitives.md shows the order of the calls")
 
 
 def find_runs(branches: Sequence[Branch]) -> list[Turn]:

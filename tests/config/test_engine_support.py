@@ -23,6 +23,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import RoleInputs, check_bitwise, check_machine, resolve
+from megatron_rl.run.user_program import enter_parts
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.rollout_layout import check_engine
@@ -193,10 +194,10 @@ def test_an_engine_that_is_passed_as_an_object() -> None:
     """The config was checked for the engine of its recipe: it is checked again."""
     config = load("rollout.tensor_model_parallel_size=2")
     with pytest.raises(UserError, match="is not supported by rollout.engine = '<lambda>'"):
-        Parts(engine=lambda spec: None).enter(config)
+        enter_parts(Parts(engine=lambda spec: None), config)
 
     def make(spec: object) -> None:
         pass
 
     entry = RegisteredEngine(make, {"tensor_parallel"})
-    assert [Parts(engine=entry).enter(config).rollout.engine for _ in range(2)] == ["make", "make"]
+    assert [enter_parts(Parts(engine=entry), config).rollout.engine for _ in range(2)] == ["make", "make"]

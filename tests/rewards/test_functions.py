@@ -87,7 +87,6 @@ def test_a_file_is_imported_once(tmp_path):
         ("def f(a, b, c, d): pass", "four arguments"),
         (f"def f({SIGNATURE}, more): pass", "missing a required argument: 'more'"),
         ("def f(solution_str, ground_truth): pass", "four arguments"),
-        (f"async def f({SIGNATURE}): pass", "async"),
         ("def f(:", "SyntaxError"),
         ("import nowhere_to_be_found", "ModuleNotFoundError"),
         ("raise SystemExit(3)", "SystemExit"),

@@ -23,6 +23,7 @@ from megatron_rl.algorithms.catalog import RegisteredEstimator
 from megatron_rl.engines.local.transformers import HuggingFaceEngine
 from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
+from megatron_rl.run.user_program import enter_parts
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.critic import Critic
 from megatron_rl.training.roles.frozen import Reference
@@ -153,18 +154,18 @@ BASE = load_config({"model": {"path": "m"}, "data.train_files": ["t"], "data": {
 def test_objects_are_checked() -> None:
     """A reward of the wrong form, a name that is taken, and an object beside a setting that it would silence."""
     with pytest.raises(megatron_rl.UserError, match="does not accept the four arguments"):
-        Parts(reward=lambda text: 0.0).enter(BASE)
+        enter_parts(Parts(reward=lambda text: 0.0), BASE)
 
     def grpo(inputs: Any, config: Any) -> torch.Tensor:
         return inputs.expand(np.zeros(len(inputs.scores)))
 
     with pytest.raises(megatron_rl.UserError, match='"grpo" is registered already'):
-        Parts(adv_estimator=grpo).enter(BASE)
+        enter_parts(Parts(adv_estimator=grpo), BASE)
     workers = load_config(
         {"model.path": "m", "data": {"train_files": ["t"], "train_batch_size": 8}, "reward": {"workers": 2}}
     ).config
     with pytest.raises(megatron_rl.UserError, match="reward.workers = 2 beside a reward"):
-        Parts(reward=count_digits).enter(workers)
+        enter_parts(Parts(reward=count_digits), workers)
 
 
 def test_an_object_may_be_passed_again() -> None:
@@ -173,9 +174,10 @@ def test_an_object_may_be_passed_again() -> None:
 
     entry = RegisteredEstimator(estimate_best, needs_values=False, needs_greedy_baseline=True)
     for _ in range(2):
-        assert Parts(adv_estimator=entry, policy_loss=plain_loss).enter(BASE).algorithm.policy_loss == "plain_loss"
+        entered = enter_parts(Parts(adv_estimator=entry, policy_loss=plain_loss), BASE)
+        assert entered.algorithm.policy_loss == "plain_loss"
     known = ADVANTAGE_ESTIMATORS["rloo"]
-    assert Parts(adv_estimator=known).enter(BASE).algorithm.adv_estimator == "rloo"
+    assert enter_parts(Parts(adv_estimator=known), BASE).algorithm.adv_estimator == "rloo"
 
 
 def test_a_mapping_is_read_like_a_recipe() -> None:

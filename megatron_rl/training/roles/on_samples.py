@@ -18,7 +18,7 @@ from megatron_rl.algorithms.losses import compute_sft_loss
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.samples.experience import Column, Experience, Minibatch
+from megatron_rl.samples.experience import Column, Experience, Minibatch, check_kind
 from megatron_rl.samples.fetch import Holders
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.packed_model import PackedModel
@@ -59,6 +59,7 @@ class RoleOnSamples:
 
     def compute(self, function: Callable[[TrainBatch], torch.Tensor], samples: Experience) -> Column:
         """Apply a function to the role's batch; return a column."""
+        check_kind(samples, Experience, f"{type(self.role).__name__}, on samples")
         return Column(function(self.read(samples)), samples.pack(self.packer))
 
     def optim_step(self) -> dict[str, float]:
@@ -125,6 +126,8 @@ class ActorOnSamples(PolicyOnSamples):
         Raises:
             UserError: `old_logprobs` are missing and needed before the first pass; on every rank.
         """
+        check_kind(minibatch, Minibatch, "forward_backward(minibatch, loss)")
+        check_kind(loss, AlgorithmConfig if not callable(loss) else object, "forward_backward(minibatch, loss)")
         samples = minibatch.samples
         if isinstance(loss, AlgorithmConfig):
             self._make_room(samples, loss)
