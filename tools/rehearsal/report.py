@@ -115,6 +115,8 @@ def _compare_traffic(job: Job, rank: int, found: Found) -> Iterator[dict[str, An
                     axis = "PP"
                 if axis == "DP" and call["operation"].startswith("alltoall"):
                     axis = "EP"  # the same ranks
+                if axis == "CP" and layout.dp_size == 1 and not call["operation"].startswith("alltoall"):
+                    axis = "DP"  # the same ranks
                 if axis == "PP" and call["operation"] == "allreduce":
                     axis = "embedding"  # the same ranks
                 sent[axis] += times * call["sent"]
