@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +19,11 @@ from megatron_rl.checkpoint.side_files import MTP_ROLE, find_model_files, find_m
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_rl.extension.registry import find_engine, find_entry, name_engines
+from megatron_rl.extension.registry import find_engine, find_entry
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.role_layouts import DTYPE_BYTES, check_layout
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape
-from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.model_config import check_mtp, find_adapters, is_image_text, load_model_shape
 
 
@@ -141,6 +140,8 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
     """Read and check models and layouts of all roles, in order, and the policy's tokenizer (UserError if unfit)."""
     actor = _read_role(config, spec.roles["actor"], world_size)
     if actor.spec.batch_invariant and HAS_TORCH:
+        from megatron_rl.weights.support import check_bitwise
+
         check_bitwise(actor.shape, actor.layout.tp_size, config.rollout.engine)
     tokenizer = load_tokenizer(
         Path(config.model.tokenizer or find_model_files(config.model.path)),
@@ -169,66 +170,6 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
         if role.is_teacher:
             _check_vocabularies(config, role, tokenizer, actor.shape, found[name].shape)
     return found, tokenizer
-
-
-_MAX_TRIAL_COLUMNS = 8192  # wider products use the same kernel
-
-
-def check_bitwise(shape: ModelShape, tp_size: int, engine: str) -> None:
-    """Refuse, for `rollout.bitwise`, a machine or a model on which engine and trainer differ (UserError)."""
-    import torch
-
-    from megatron_rl.parallel.batch_invariant import find_variance
-
-    if torch.cuda.is_available():
-        raise UserError(
-            "rollout.bitwise on a GPU: the kernels of vLLM and of the trainer add up in different orders there",
-            source="rollout.bitwise",
-            expected="false on GPUs",
-            hint="algorithm.importance_sampling corrects for the gap, and mismatch/max shows it",
-        )
-    if shape.num_experts and not find_engine(engine).has("is_actor"):
-        raise UserError(
-            f"rollout.bitwise with a mixture of {shape.num_experts} experts: rollout.engine = {engine!r} has another "
-            "order of products and sums in its experts",
-            source="rollout.bitwise",
-            expected=f"rollout.engine={name_engines('is_actor')}, which is the policy itself",
-            hint=f"set rollout.engine={name_engines('is_actor')}, or rollout.bitwise=false",
-        )
-    if shape.sliding_layers:
-        raise UserError(
-            f"rollout.bitwise with a {shape.family} model, whose windows slide",
-            source="rollout.bitwise",
-            expected="a model whose layers see the whole sequence",
-            hint="set rollout.bitwise=false",
-        )
-    if shape.delta_net is not None:
-        raise UserError(
-            f"rollout.bitwise with a {shape.family} model, whose recurrence runs in chunks while it trains",
-            source="rollout.bitwise",
-            expected="a model whose layers attend",
-            hint="set rollout.bitwise=false",
-        )
-    if variance := find_variance(_list_products(shape, tp_size)):
-        raise UserError(
-            f"rollout.bitwise needs matrix products whose rows do not depend on each other; here {variance}",
-            source="rollout.bitwise",
-            expected="a build of torch, a processor and a number of threads for which they do not",
-            hint="set OMP_NUM_THREADS=1, or rollout.bitwise=false",
-        )
-
-
-def _list_products(shape: ModelShape, tp_size: int) -> Iterator[tuple[int, ...]]:
-    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size // tp_size
-    heads = shape.num_heads // tp_size * shape.head_dim
-    kv_heads = max(1, shape.num_kv_heads // tp_size) * shape.head_dim
-    yield hidden, heads, kv_heads, kv_heads
-    yield heads, hidden
-    yield hidden, ffn, ffn
-    yield ffn, hidden
-    columns = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
-    padding = -shape.vocab_size % columns  # omitted from the trainer's product, included in vLLM's
-    yield hidden, min(columns - padding, _MAX_TRIAL_COLUMNS), *([padding] if padding else [])
 
 
 def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict[str, RoleInputs], Tokenizer]:

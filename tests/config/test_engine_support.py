@@ -22,12 +22,13 @@ from megatron_rl.extension.registry import ABILITIES, ENGINES, RegisteredEngine,
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.models import RoleInputs, check_bitwise, check_machine, resolve
+from megatron_rl.run.models import RoleInputs, check_machine, resolve
 from megatron_rl.run.user_program import enter_parts
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.rollout_layout import check_engine
 from megatron_rl.weights.special_parts import DeltaNetSizes
+from megatron_rl.weights.support import check_bitwise
 
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]
 TRUNCATE = "algorithm.importance_sampling=token-truncate"
