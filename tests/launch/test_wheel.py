@@ -33,7 +33,7 @@ EXTRAS = {
     "test": "tests/requirements.txt",
     "docs": "docs/requirements.txt",
 }
-ONLY_FOR_TESTS = {"pytest", "hypothesis", "ruff", "pyright", "playwright", "peft", "mkdocs", "mkdocs-material"}
+ONLY_FOR_TESTS = {"hypothesis", "ruff", "pyright", "playwright", "peft", "mkdocs", "mkdocs-material"}
 
 
 def test_tests_and_the_site_are_in_no_runtime_extra() -> None:
