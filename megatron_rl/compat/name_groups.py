@@ -230,8 +230,8 @@ def _reward_model_group(enable: str, path: str) -> AliasGroup:
             raise UserError(
                 f"{enable} = true and {describe(function)}",
                 source=switch.source,
-                expected="a reward model, or a function: none is given a served model to ask",
-                hint=f"serve the model, ask it in the function, and set {enable}=false",
+                expected="a reward model, or a function: functions get no served model",
+                hint=f"serve the model, call it in the function, and set {enable}=false",
             )
         if given is None:
             raise UserError(
@@ -605,7 +605,7 @@ GROUPS: tuple[AliasGroup, ...] = (
         _combine_async,
         reads=(*_TRAINER_RANKS, _MINI_BATCH, "data.train_batch_size"),
     ),
-    AliasGroup((_REWARD_KEY,), "reward.rule=by_data_source, unless the recipe says otherwise", _combine_reward_key),
+    AliasGroup((_REWARD_KEY,), "reward.rule=by_data_source, unless the recipe has another rule", _combine_reward_key),
     AliasGroup((_TRUNCATION, _FILTER), "data.overlong_prompts", _combine_overlong),
     AliasGroup((_DO_SAMPLE, _VAL_TEMPERATURE), "rollout.validation_temperature", _combine_validation_sampling),
     AliasGroup((_RESUME_MODE, _RESUME_PATH), "checkpoint.resume", _combine_resume),

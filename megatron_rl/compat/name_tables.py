@@ -41,7 +41,7 @@ _TRANSFORMER: dict[str, Alias] = {
     "moe_router_dtype": Only(("fp32",), "routers compute in float32"),
     "moe_router_load_balancing_type": Only(("none",), "routers have no auxiliary loss"),
     **each("moe_aux_loss_coeff moe_z_loss_coeff dsa_indexer_loss_coeff", Only((0,), "there is no auxiliary loss")),
-    "moe_router_enable_expert_bias": Ignored("config.json says whether routers have biases"),
+    "moe_router_enable_expert_bias": Ignored("config.json decides whether routers have biases"),
     **each(
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
         "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout",
@@ -266,7 +266,7 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
     "agent.default_agent_loop": Only(("single_turn_agent",), f"{_CLASSES}: agents.environment or agents.program"),
     "multi_turn.max_assistant_turns": Renamed("agents.max_turns"),
     "nnodes": Only((0,), "set placement.rollout and schedule.max_staleness"),
-    "n_gpus_per_node": Ignored("placement.rollout says which ranks generate"),
+    "n_gpus_per_node": Ignored("placement.rollout names the ranks that generate"),
     "seed": Ignored("trainer.seed decides"),
     "full_determinism": Ignored("schedule.updates and rollout.bitwise decide"),
     "logprobs_mode": Only(("processed_logprobs",), "log-probs are those of the distribution that is sampled"),
@@ -318,7 +318,7 @@ _MODEL: dict[str, Alias] = {
     **each("hf_config_path tokenizer_path", Only((), "one directory has the model; give model.tokenizer")),
     **each(
         "override_config.max_position_embeddings override_config.model_config.max_position_embeddings",
-        Ignored("config.json says how long a sequence may be, and a longer one is refused"),
+        Ignored("config.json limits the length of a sequence, and a longer one is refused"),
     ),
     **each(
         "override_config.attention_dropout override_config.embd_pdrop override_config.resid_pdrop",
@@ -328,7 +328,7 @@ _MODEL: dict[str, Alias] = {
     "mtp.enable_rollout": Only((False,), "the engine drafts no tokens"),
 }
 
-_OWN_RANKS = "placement.reward_model says which ranks have it"
+_OWN_RANKS = "placement.reward_model names its ranks"
 _NO_MANAGER = "rewards are made one by one; reward.workers computes them beside generation"
 _MANAGERS = Only(("naive", "dapo", "prime", "gdpo"), _NO_MANAGER)
 _SANDBOX: dict[str, Alias] = {
@@ -465,7 +465,7 @@ PATTERNS: Mapping[str, Ignored | Only] = {
     "*._target_": Ignored("it names a class of verl"),
     **each("*.profiler.* *.profile.* global_profiler.*", Ignored("there is nothing to configure about profiling")),
     **each("ray_init.* ray_kwargs.*", Ignored("there is no Ray in a run")),
-    **each("hydra.* *@*", Ignored("it chooses files of verl's defaults, which are known here")),
+    **each("hydra.* *@*", Ignored("it chooses files of verl's defaults, which compat has")),
     "async_training.*": Ignored("it belongs to other ways of sharing ranks"),
     "actor_rollout_ref.actor.engine.*": Only((), "name the layout as verl does for Megatron, in actor.megatron"),
     "trainer.v1.*": Ignored("it belongs to other trainer modes"),
@@ -483,7 +483,7 @@ PATTERNS: Mapping[str, Ignored | Only] = {
     **each("*.optim.muon_* *.optim.*_dtype *.optim.use_*", Ignored("actor.optimizer decides; states are float32")),
     **each("*.model.tiled_mlp.* actor_rollout_ref.model.tiled_mlp.*", Ignored(FUSED)),
     "actor_rollout_ref.rollout.disaggregation.*": Ignored("it belongs to disaggregation.enabled"),
-    "actor_rollout_ref.rollout.checkpoint_engine.*": Ignored("the section hybrid says how weights move"),
+    "actor_rollout_ref.rollout.checkpoint_engine.*": Ignored("the section hybrid decides how weights move"),
     **each("reward.reward_model.rollout.* reward_model.rollout.*", Ignored("its forward passes are the trainer's")),
     "data.mm_processor_kwargs.*": Ignored(_TEXT),
     "transfer_queue.*": Ignored("samples stay in the processes that made them"),

@@ -130,7 +130,7 @@ def take_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def read_named(flags: Mapping[str, str], mistakes: Mistakes) -> list[Setting]:
-    """Read the file that `--config-path` and `--config-name` say; verl's own files are known and not read."""
+    """Read the file of `--config-path` and `--config-name`; verl's own files are not read."""
     name = flags.get("name", "ppo_trainer").removesuffix(".yaml")
     path = Path(flags.get("path", "."), f"{name}.yaml")
     if path.is_file() and name not in _OWN_FILES:

@@ -39,7 +39,8 @@ def pass_rows(name: str, data: Any) -> list[str]:
         return [str(file) for file in files]
     if isinstance(data, Mapping | str | bytes) or not isinstance(data, Iterable):
         raise _refuse(f"{name} data that is a {type(data).__name__}", name, _advise(data))
-    records = data.to_dict("records") if type(data).__module__.startswith("pandas.") else data  # pyright: ignore
+    to_dict: Any = getattr(data, "to_dict", None) if type(data).__module__.startswith("pandas.") else None
+    records = data if to_dict is None else to_dict("records")
     rows, whole = list[dict[str, Any]](), blake2b(digest_size=12)
     for number, row in enumerate(islice(records, _MOST + 1), start=1):
         columns = {"prompt": row} if isinstance(row, str) else row

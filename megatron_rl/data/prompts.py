@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,14 +103,17 @@ def load_prompts(
 
     Args:
         limit: keep only the first N prompts.
-        needs_truth: refuse rows without a ground truth; else it is `None` there.
+        needs_truth: refuse rows without a ground truth; else the first row decides whether all have one.
         tools: default for rows without a column `tools`.
 
     Raises:
         UserError: a file or row is invalid, a prompt is too long under the policy "error", or no prompt is left.
     """
     prompts, counts, starts = list[Prompt](), Counter[str](), list[int]()
-    read = partial(_ground_truth, is_needed=needs_truth)
+
+    def read(row: Row, cfg: DataConfig) -> Any:
+        return _ground_truth(row, cfg, needs_truth or bool(prompts) and prompts[0].ground_truth is not None)
+
     known = {cfg.prompt_key, cfg.answer_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
     for row, ground_truth, prompt in _fit_rows(files, tokenizer, cfg, counts, starts, read, limit, tools):
         prompts.append(

@@ -203,8 +203,8 @@ def _list_choices(job: Job) -> Iterator[Choice]:
                     continue
                 vpp = now.virtual_pipeline_model_parallel_size if pp == now.pipeline_model_parallel_size else None
                 contexts = [cp for cp in cp_sizes if world % (tp * pp * cp) == 0 and (tp * cp <= node or cp == now_cp)]
-                for cp, *rest in product(contexts, recomputations, offloads, rollout_sizes):
-                    yield Choice(tp, pp, vpp, cp, ep, tp > 1, *rest)
+                for cp, recompute, offload, engine_tp in product(contexts, recomputations, offloads, rollout_sizes):
+                    yield Choice(tp, pp, vpp, cp, ep, tp > 1, recompute, offload, engine_tp)
 
 
 def _apply(job: Job, choice: Choice) -> Job:

@@ -105,7 +105,7 @@ def localize(config: RunConfig) -> tuple[RunConfig, list[str]]:
         for leaf, value in vars(section).items():
             if is_dataclass(value):
                 changed[leaf] = walk(value, f"{prefix}{leaf}.")
-            elif leaf == "teachers":
+            elif leaf == "teachers" and not prefix:
                 changed[leaf] = {name: walk(teacher, f"teachers.{name}.") for name, teacher in value.items()}
             elif leaf in ("path", "tokenizer"):
                 changed[leaf] = find(f"{prefix}{leaf}", value)

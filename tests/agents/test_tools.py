@@ -22,7 +22,7 @@ from megatron_rl.agents.in_rank import EpisodeProcesses
 from megatron_rl.agents.program import check_episodes
 from megatron_rl.agents.tools.finding import Bm25, describe_tools, find_tools, run_python
 from megatron_rl.agents.tools.tool import ToolEnvironment, describe_function
-from megatron_rl.config.sections import DataConfig
+from megatron_rl.config.sections import AgentsConfig, DataConfig
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.types import Prompt, UserError
 
@@ -209,7 +209,7 @@ def test_what_is_not_there_is_named(names, tmp_path):
 
 def test_a_template_or_a_prompt_that_cannot_show_tools_is_refused(tmp_path):
     tokenizer = write_chat_tokenizer(tmp_path, "qwen2.5")
-    agents = SimpleNamespace(environment=None, program=None, tools=["calculator"], has_episodes=True, history="keep")
+    agents = AgentsConfig(tools=["calculator"], history="keep")
     config = SimpleNamespace(agents=agents, data=SimpleNamespace(apply_chat_template_kwargs={}))
 
     def check(messages, text):

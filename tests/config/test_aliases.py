@@ -186,7 +186,12 @@ def test_a_command_in_verls_names_has_verls_defaults() -> None:
     assert (config.data.max_prompt_length, config.data.max_response_length) == (512, 512)
     assert (config.reward.rule, config.actor.recompute_granularity) == ("by_data_source", "full")
     (note,) = loaded.notes
-    assert note.startswith("assumed: ") and "algorithm.adv_estimator=gae, rollout.n=1" in note and "kl_coef" not in note
+    assert (
+        note.startswith("assumed: ")
+        and "algorithm.adv_estimator=gae" in note
+        and "rollout.n=1" in note
+        and "kl_coef" not in note
+    )
     megatron = load_config(None, [*VERL, "model_engine=megatron"]).config
     assert megatron.actor.recompute_granularity == "none", "verl's switch belongs to FSDP"
 

@@ -24,7 +24,7 @@ from megatron_rl.samples.experience import Column, Experience, replicate
 from megatron_rl.samples.fetch import Holders, Payload, index_branches
 from megatron_rl.samples.pack import Packer
 from megatron_rl.samples.table import build_headers, gather_headers
-from megatron_rl.types import Rollout
+from megatron_rl.types import Rollout, UserError
 
 GROUPS, GROUP_SIZE = 8, 4
 ALGORITHM = AlgorithmConfig(mask_truncated=True)
@@ -107,7 +107,7 @@ def _train(rank: int, world_size: int, share_prompts: bool) -> dict[str, Any]:
     assert read.old_logprobs is samples.old_logprobs.values
     assert samples.read(actor, ["values"]).values is read.values and samples.num_bytes == before + moved
     assert torch.equal(samples.read(critic, ["old_logprobs"]).old_logprobs, name_tokens(other, -1.0))
-    with pytest.raises(AssertionError, match="values is there already"):
+    with pytest.raises(UserError, match="samples.values is set already"):
         samples.values = samples.old_logprobs
     sizes = samples.read(actor).minibatch_sizes
     values = {"values": samples.columns["values"]}

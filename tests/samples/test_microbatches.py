@@ -171,7 +171,7 @@ def test_dividing_all_overloaded_groups_is_as_good_as_one_at_a_time(
 ) -> None:
     """The heaviest rank costs at most a quarter more (of 6,000 plans: 16 %).
 
-    A balanced plan of few ranks stays, unless the plain plan is as good.
+    A balanced plan of few ranks stays, unless the plain plan is as good or another is better.
     """
     lengths, _, shared = spell_out(groups)
     options = dict(dp_size=dp_size, max_tokens=MAX_TOKENS, count_multiple=multiple)
@@ -179,11 +179,12 @@ def test_dividing_all_overloaded_groups_is_as_good_as_one_at_a_time(
     plan = plan_microbatches(lengths, **options, attention_ratio=ratio, shared=shared)
     joined = microbatches._join([*chain.from_iterable(slow)])
     loads = PackingWork.measure(lengths, ratio, shared).sum_by_rank(joined, dp_size)
-    assert sum_heaviest(plan, lengths, ratio, shared) <= 1.25 * max(loads)
+    heaviest = sum_heaviest(plan, lengths, ratio, shared)
+    assert heaviest <= 1.25 * max(loads)
     if dp_size <= balancing._FEW_RANKS and max(loads) * dp_size <= CLOSE * sum(loads):
         plain = plan_microbatches(lengths, **options, attention_ratio=ratio)
         ours, theirs = ({*map(frozenset, chain.from_iterable(found))} for found in (plan, plain))
-        assert plan == slow or ours == theirs or len(plan[0]) < len(slow[0])
+        assert plan == slow or ours == theirs or len(plan[0]) < len(slow[0]) or heaviest < max(loads)
 
 
 @given(LENGTHS, DP_SIZE)
