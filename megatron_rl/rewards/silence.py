@@ -11,7 +11,7 @@ the form that the rule reads. The text lets a reader decide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,15 @@ _EASY = "The prompts are too easy, or the reward accepts everything"
 _GROUPS = "Prompts are too easy or too hard: filter them by pass rate, or set algorithm.dynamic_sampling"
 
 
-def explain_silence(rollouts: Any, metrics: Mapping[str, float], shown: Sequence[Rollout], plan: RewardPlan) -> str:
-    """Return a message if a step has no learning signal, else "".
+def explain_silence(
+    rollouts: Any, metrics: Mapping[str, float], fetch: Callable[[], Sequence[tuple[Rollout, Any]]], plan: RewardPlan
+) -> str:
+    """Return a message if a step has no learning signal, else ""; collective.
 
     Args:
         rollouts: headers of all rollouts.
         metrics: of `describe_rollouts`.
-        shown: decoded rollouts to quote.
+        fetch: returns decoded rollouts to quote, on rank 0; collective.
     """
     rewards, size = rollouts["reward"][rollouts.has_reward], int(rollouts["sample_index"].max()) + 1
     if not len(rewards):
@@ -54,7 +56,7 @@ def explain_silence(rollouts: Any, metrics: Mapping[str, float], shown: Sequence
     if not found:
         return ""
     lines = [f"health: {'; '.join(found)}. {advice} (docs/health.md#no-signal)"]
-    return "\n".join([*lines, *(_quote(rollout, plan) for rollout in shown)])
+    return "\n".join([*lines, *(_quote(rollout, plan) for rollout, _ in fetch())])
 
 
 def _quote(rollout: Rollout, plan: RewardPlan) -> str:

@@ -160,9 +160,11 @@ class Trainer(Session):
         if step == 1:
             from megatron_rl.rewards.silence import explain_silence
 
-            shown = samples.fetch_rollouts([*{0, len(samples.rewards) - 1}], self.inputs.tokenizer.decode)
-            text = explain_silence(headers.rollouts, found, [rollout for rollout, _ in shown], self.inputs.reward_plan)
-            self.run.announce(step, "no-signal", text)
+            ends = [*{0, len(samples.rewards) - 1}]
+            fetch = partial(samples.fetch_rollouts, ends, self.inputs.tokenizer.decode)
+            self.run.announce(
+                step, "no-signal", explain_silence(headers.rollouts, found, fetch, self.inputs.reward_plan)
+            )
         self.run.count(describe_sources(headers, [prompt.data_source for prompt in samples.prompts]))
         self.run.count(self.policy.describe_reshard() | samples.measure_bytes())
         batch = self.policy.read(samples, "old_logprobs", "advantages", "values", "update_logprobs", "update_entropy")

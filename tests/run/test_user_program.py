@@ -343,7 +343,12 @@ def test_a_first_step_without_a_signal_is_explained(
         "reward/unmarked_answers": unmarked,
     }
     shown = [make_rollout(r"so \boxed{81}"), make_rollout("82")]
-    text = explain_silence(Headers(rewards, group), metrics, shown, build_reward_plan(RewardConfig(answer=answer), 8))
+    text = explain_silence(
+        Headers(rewards, group),
+        metrics,
+        lambda: [(one, {}) for one in shown],
+        build_reward_plan(RewardConfig(answer=answer), 8),
+    )
     if not said:
         assert text == ""
         return
