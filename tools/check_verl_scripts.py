@@ -49,7 +49,7 @@ _NPU = re.compile(r"npu|ascend", re.IGNORECASE)
 
 @dataclass
 class Outcome:
-    """What became of one script: left out, accepted (nothing else is set), refused, or unknown names."""
+    """Outcome of one script: left out, accepted (nothing else is set), refused, or unknown names."""
 
     script: str
     left_out: str = ""

@@ -81,7 +81,7 @@ def alias_target(name: str) -> str | None:
 
 
 def find_ranks(settings: Sequence[Setting]) -> int | None:
-    """Return a verl recipe's number of ranks, those of its trainer and of its separate engines, or `None`."""
+    """Return the number of ranks of a verl recipe's trainer and separate engines together, or `None`."""
     values = {setting.name: setting.value for setting in settings}
     is_verl, ranks = verl_defaults.is_verl(settings), 0
     for section in ("trainer", "rollout"):

@@ -269,7 +269,7 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
     "n_gpus_per_node": Ignored("placement.rollout names the ranks that generate"),
     "seed": Ignored("trainer.seed decides"),
     "full_determinism": Ignored("schedule.updates and rollout.bitwise decide"),
-    "logprobs_mode": Only(("processed_logprobs",), "log-probs are those of the distribution that is sampled"),
+    "logprobs_mode": Only(("processed_logprobs",), "log-probs are of the sampled distribution"),
     "scheduling_policy": Only(("fcfs",), "requests are served in the order of the data"),
     "mtp": Ignored("it repeats actor_rollout_ref.model.mtp"),
     "moe_tensor_parallel_size": Ignored("the engine splits experts over its TP ranks"),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch
     from megatron_rl.types import KeptSets, RouteShape
     from megatron_rl.weights.adapters import AdapterShape
     from megatron_rl.weights.families import ModelShape
-    from megatron_rl.weights.row_quantization import CodeFormat
+    from megatron_rl.weights.quantization import CodeFormat
     from megatron_rl.weights.shard_box import ShardBox
 
 
@@ -209,7 +209,7 @@ class PlacedEngine(Protocol):
 
 @runtime_checkable
 class CodedEngine(Protocol):
-    """An engine with matrices in eight bits (`weights.row_quantization`).
+    """An engine with matrices in eight bits (`weights.quantization`).
 
     `params` contains int8 matrices and, under names with `SCALE_SUFFIX`, scales of their rows, [rows, 1] float32.
     """

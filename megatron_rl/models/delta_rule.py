@@ -172,13 +172,13 @@ DeltaRule = Callable[..., torch.Tensor]  # signature of `apply_delta_rule`
 @cache
 def choose_delta_rule(device: torch.device, dtype: torch.dtype) -> DeltaRule:
     """Return the fastest implementation that works for this device and dtype."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or find_kernel_failure(device) is not None:
+    if device.type != "cuda" or dtype != torch.bfloat16 or find_delta_failure(device) is not None:
         return apply_delta_rule
     return _apply_fla
 
 
 @cache
-def find_kernel_failure(device: torch.device) -> str | None:
+def find_delta_failure(device: torch.device) -> str | None:
     """Try flash-linear-attention: return `None` if it agrees with plain torch, "" if not installed, else the error."""
 
     def call() -> None:

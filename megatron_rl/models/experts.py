@@ -28,8 +28,8 @@ from megatron_rl.models.lora_linears import (
 from megatron_rl.models.stages import make_parameter
 from megatron_rl.parallel.batch_invariant import multiply as multiply_padded
 from megatron_rl.weights.adapters import AdapterShape
-from megatron_rl.weights.nf4 import QuantizedMatrix
 from megatron_rl.weights.packed_experts import ROW_BYTES, name_expert, split_experts
+from megatron_rl.weights.quantization import QuantizedMatrix
 
 _SIGMOID_GAIN = 1.702
 

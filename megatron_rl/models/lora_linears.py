@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rl.models.stages import gather_for_shards, make_parameter
 from megatron_rl.weights.adapters import AdapterShape
-from megatron_rl.weights.nf4 import QuantizedMatrix
+from megatron_rl.weights.quantization import QuantizedMatrix
 
 HALVES = ("lora_A", "lora_B")
 

@@ -18,9 +18,8 @@ from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size, stage_layers
-from megatron_rl.weights.nf4 import list_quantized
+from megatron_rl.weights.quantization import list_matrices, list_quantized
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
-from megatron_rl.weights.row_quantization import list_matrices
 from megatron_rl.weights.shard_box import ShardBox, box_shape, box_volume
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")

@@ -35,7 +35,7 @@ from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_byte
 from megatron_rl.planning.role_layouts import DTYPE_BYTES, build_layout
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size
-from megatron_rl.weights.nf4 import is_quantized
+from megatron_rl.weights.quantization import is_quantized
 from megatron_rl.weights.row_shards import find_shard_places
 
 # vLLM's default token budget of one engine step.

@@ -30,8 +30,8 @@ from megatron_rl.weights.megatron_layout import (
     padded_vocab_size,
     stage_layers,
 )
-from megatron_rl.weights.nf4 import count_bytes, is_quantized
 from megatron_rl.weights.packed_experts import find_fused
+from megatron_rl.weights.quantization import count_bytes, is_quantized
 from megatron_rl.weights.row_shards import find_shard_places
 from megatron_rl.weights.shard_box import ShardBox
 

@@ -55,7 +55,7 @@ def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLay
             )
     find_adapters(shape, role.lora, role.section)
     if role.is_quantized:
-        from megatron_rl.weights.nf4 import check_quantization
+        from megatron_rl.weights.quantization import check_quantization
 
         check_quantization(shape, layout.tp_size, role.section)
     if shape.num_experts and role.settings.zero_stage == FULLY_SHARDED:

@@ -22,7 +22,7 @@ from megatron_rl.rewards.scoring import UNMARKED, Rule, shorten
 from megatron_rl.types import Rollout
 
 _MARK = (
-    "Ask for the mark in the prompts, as those of tools/prepare_prompts.py do, or set reward.answer=any, which takes "
+    "Ask for the mark in the prompts, as tools/prepare_prompts.py does, or set reward.answer=any, which takes "
     "the last expression"
 )
 _HARD = "Read the responses: the prompts are too hard, or the reward does not read what they say"

@@ -55,7 +55,7 @@ _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [sec
 def format_help_page(
     topic: str, recipe: Path | None, arguments: Sequence[str], *, name: str, description: str
 ) -> tuple[str, list[str]]:
-    """Return the usage and all settings, or those of `topic`, a section or setting, alone; and notes.
+    """Return the usage with all settings, or only the settings of `topic` (a section or a setting); and notes.
 
     The plugins of the recipe and the arguments are imported for their settings; mistakes there are notes.
     """

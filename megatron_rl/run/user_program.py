@@ -65,7 +65,7 @@ _PROMPTS = "data.train_batch_size"
 
 @dataclass
 class _Program:
-    """What a program gave, in our names: config, overrides of it, and objects."""
+    """Config, overrides and objects of a program, under our names."""
 
     config: Path | Mapping[str, Any]
     overrides: list[str]

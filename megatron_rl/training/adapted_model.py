@@ -20,8 +20,8 @@ from megatron_rl.models.stages import local_values
 from megatron_rl.transfer.computed import MergedParam, ScaledParam, SourceParams
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.nf4 import QuantizedMatrix
 from megatron_rl.weights.placement_tables import PlacementTable
+from megatron_rl.weights.quantization import QuantizedMatrix
 from megatron_rl.weights.shard_box import ShardBox, box_slices, check_placements
 
 

@@ -137,7 +137,7 @@ def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Ite
     if transformer_impl != "local":
         broken["Transformer Engine"] = find_transformer_engine_failure()
     if dtype == "bfloat16":
-        from megatron_rl.models.delta_rule import find_kernel_failure as find_delta_failure
+        from megatron_rl.models.delta_rule import find_delta_failure
 
         broken["flash-linear-attention"] = find_delta_failure(device)
     for name, failure in broken.items():

@@ -126,7 +126,7 @@ class LaidOutModel:
         """Names of NF4 parameters on any rank."""
         if self.adapters is None or not self.adapters.is_quantized:
             return frozenset()
-        from megatron_rl.weights.nf4 import list_quantized
+        from megatron_rl.weights.quantization import list_quantized
 
         return list_quantized(self.placements(self.layout.first_rank))
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_rl.weights.nf4 import QuantizedMatrix
+from megatron_rl.weights.quantization import QuantizedMatrix
 
 if TYPE_CHECKING:
-    from megatron_rl.weights.row_quantization import CodeFormat
+    from megatron_rl.weights.quantization import CodeFormat
 
 _BLOCK_ROWS = 256
 
@@ -103,7 +103,7 @@ class CodedParam:
 
     @torch.no_grad()
     def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
-        from megatron_rl.weights.row_quantization import encode
+        from megatron_rl.weights.quantization import encode
 
         return encode(self.weight[place], self.scales[place[0]], self.code_format)
 

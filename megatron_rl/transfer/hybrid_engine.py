@@ -31,7 +31,7 @@ from megatron_rl.weights.placement_tables import PlacementTable, as_table
 if TYPE_CHECKING:
     from megatron_rl.transfer.computed import SourceParams
     from megatron_rl.weights.adapters import AdapterShape
-    from megatron_rl.weights.row_quantization import CodeFormat
+    from megatron_rl.weights.quantization import CodeFormat
 
 
 class SourceModel(Protocol):
@@ -115,7 +115,7 @@ class HybridEngine:
         tensor_sets = [split_types(tensors, context, wide) for tensors in self._list_tensor_sets(config, shared)]
         if code_format is not None:
             from megatron_rl.transfer.coding import split_coded
-            from megatron_rl.weights.row_quantization import list_matrices
+            from megatron_rl.weights.quantization import list_matrices
 
             matrices = list_matrices(self.shape)
             tensor_sets = [

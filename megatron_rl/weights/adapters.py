@@ -34,7 +34,7 @@ class AdapterShape:
     Attributes:
         scale: factor of the product B A.
         kinds: kinds of matrices with adapters, in the order of `list_matrices`.
-        is_quantized: all matrices of the model are in NF4 (`weights/nf4.py`).
+        is_quantized: all matrices of the model are in NF4 (`weights/quantization.py`).
     """
 
     base: ModelShape

@@ -124,7 +124,7 @@ def test_a_taskset_of_verifiers_by_its_name(tmp_path, monkeypatch):
     pytest.importorskip("verifiers.v1")
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "plus_one.py").write_text(TASKSET)
-    monkeypatch.syspath_prepend(tmp_path / "modules")  # of this process and of those of the episodes
+    monkeypatch.syspath_prepend(tmp_path / "modules")  # for this process and the workers
     policy = ScriptedPolicy(tmp_path, "", turn_seconds=120.0, program="verifiers:plus-one")
     for reply, reward in (("2", 1.0), ("3", 0.0)):
         answer, rollout, requests, _ = policy.play("any", reply, extra_info={"task": 1})

@@ -25,7 +25,7 @@ from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_byte
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.mtp import Mtp
 from megatron_rl.weights.model_config import find_adapters, load_model_shape
-from megatron_rl.weights.nf4 import QuantizedMatrix
+from megatron_rl.weights.quantization import QuantizedMatrix
 from tiny_models import save_tiny_model
 
 ZERO_3 = dict(zero_stage=3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program passes: rows, rewards of several kinds, TRL's names; and what the objects say about themselves.
+"""Arguments of a program: rows, rewards of several kinds, TRL's names; and the texts of samples and errors.
 
 Not covered: hub ids, TRL's own classes (a dataclass stands for GRPOConfig), and rewards inside of reward workers.
 """

@@ -41,8 +41,8 @@ from megatron_rl.run.building import build_role, build_rollout
 from megatron_rl.run.models import RoleInputs, resolve
 from megatron_rl.transfer.certificate import CertificateError
 from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.quantization import encode, find_scales
 from megatron_rl.weights.rollout_layout import huggingface_placements
-from megatron_rl.weights.row_quantization import encode, find_scales
 from megatron_rl.weights.shard_box import box_slices
 from tiny_models import ENGINE_SIZES, save_tiny_model
 

@@ -14,7 +14,7 @@ from megatron_rl.models.lora_linears import multiply_quantized
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import model_shape_from_config
-from megatron_rl.weights.nf4 import QuantizedMatrix, check_quantization, count_bytes
+from megatron_rl.weights.quantization import QuantizedMatrix, check_quantization, count_bytes
 from tiny_models import CONFIGS
 
 
@@ -64,7 +64,7 @@ def test_every_piece_has_the_bits_of_the_whole(columns: int) -> None:
 def test_the_fault_of_the_cpu_kernel_is_still_there() -> None:
     """Rows that are no whole blocks silently come out wrong, so matrices are passed flat.
 
-    If this fails, the kernel is right or refuses, and the note in `weights/nf4.py` can go.
+    If this fails, the kernel is right or refuses, and the note in `weights/quantization.py` can go.
     """
     weight = draw(96, 96)
     errors = []

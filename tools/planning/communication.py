@@ -342,7 +342,7 @@ def compute_bubble(work: Workload, layout: ParallelLayout, section: LayoutConfig
 def count_operations(shape: ModelShape, length: float, stages: int = 1) -> float:
     """Return operations per token of a forward pass through a sequence of `length` tokens.
 
-    In a pipeline of `stages`, those of the last stage times `stages`: the other stages wait for its head.
+    With a pipeline of `stages`, the last stage's operations times `stages`: the other stages wait for its head.
     """
     h, scored = shape.hidden_size, shape.num_heads * (shape.head_dim + shape.value_dim)
     layer = shape.attention_elements + 3 * h * shape.active_columns + h * shape.num_experts

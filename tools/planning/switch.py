@@ -17,8 +17,8 @@ from megatron_rl.transfer.planner import Flow, Planner, group_shards
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import find_shard_key, megatron_placements
 from megatron_rl.weights.placement_tables import as_table
+from megatron_rl.weights.quantization import list_matrices, list_scales
 from megatron_rl.weights.rollout_layout import vllm_placements
-from megatron_rl.weights.row_quantization import list_matrices, list_scales
 from megatron_rl.weights.row_shards import find_sharded_key, sharded_placements
 from megatron_rl.weights.shard_box import ShardBox
 from tools.planning.reshard_cost import Bandwidths, Prediction, ReshardSummary, predict_seconds, summarize

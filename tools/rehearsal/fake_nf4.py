@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_rl.weights import nf4
+from megatron_rl.weights import quantization
 
 
 @dataclass
@@ -41,5 +41,5 @@ def _dequantize(codes: torch.Tensor, state: _State) -> torch.Tensor:
 def fake_nf4() -> Iterator[None]:
     """Replace the NF4 kernels within the block."""
     kernels: Any = SimpleNamespace(quantize_4bit=_quantize, dequantize_4bit=_dequantize, QuantState=_State)
-    with patch.object(nf4, "_load", lambda: kernels):
+    with patch.object(quantization, "_load", lambda: kernels):
         yield

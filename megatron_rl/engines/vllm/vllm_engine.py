@@ -51,8 +51,8 @@ from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.packed_experts import is_packed, split_experts, split_turns
+from megatron_rl.weights.quantization import SCALE_SUFFIX
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
-from megatron_rl.weights.row_quantization import SCALE_SUFFIX
 from megatron_rl.weights.shard_box import ShardBox, check_placements
 
 # Matrices that vLLM fuses, with their parts.

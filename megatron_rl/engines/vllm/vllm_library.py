@@ -28,8 +28,8 @@ from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.vllm.vllm_settings import CODED_METHOD, LOAD_FORMAT, check_family
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES
+from megatron_rl.weights.quantization import SCALE_SUFFIX, CodeFormat, decode
 from megatron_rl.weights.rollout_layout import check_engine
-from megatron_rl.weights.row_quantization import SCALE_SUFFIX, CodeFormat, decode
 
 
 @contextmanager
