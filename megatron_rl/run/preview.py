@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +129,11 @@ def plan_run(
 def _list_changes(config: RunConfig) -> dict[str, Any]:
     """Return the settings that differ from their defaults, as nested sections."""
     fields = list_fields(list(config.teachers))
-    defaults = {name: info.default for name, info in fields.items() if not info.required}
+    defaults = {
+        name: vars(info.default) if is_dataclass(info.default) else info.default
+        for name, info in fields.items()
+        if not info.required
+    }
 
     def find(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
         kept = {}

@@ -26,7 +26,7 @@ from megatron_rl.models.delta_rule import (
     build_sequence_rows,
     choose_delta_rule,
     convolve,
-    find_kernel_failure,
+    find_delta_failure,
 )
 from megatron_rl.models.segments import Segments
 from megatron_rl.samples.prefix import build_segment_keys
@@ -145,5 +145,5 @@ def test_a_cpu_takes_plain_torch() -> None:
 def test_the_kernel_is_used_where_it_is_installed() -> None:
     """It has been compared with plain torch then, with its gradients."""
     pytest.importorskip("fla")
-    assert find_kernel_failure(torch.device("cuda")) is None
+    assert find_delta_failure(torch.device("cuda")) is None
     assert choose_delta_rule(torch.device("cuda"), torch.bfloat16) is not apply_delta_rule
