@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.compat.kinds import AliasGroup, Combined, Parts, look_up, note, put, read_boolean, same
-from megatron_rl.config.schema import DataConfig
+from megatron_rl.config.schema import ActorConfig, CriticConfig, DataConfig
 from megatron_rl.config.sources import ASSUMED, COMMAND_LINE, Setting, describe
 from megatron_rl.types import UserError
 
@@ -419,11 +419,17 @@ _SHARING = (
 )
 
 
-def _budget_group(prefix: str, role: str) -> AliasGroup:
-    """Build the translation of a role's micro-batch settings, in tokens or sequences, to its token budget."""
-    tokens, dynamic = f"{prefix}.ppo_max_token_len_per_gpu", f"{prefix}.use_dynamic_bsz"
-    sharing = tuple(f"{prefix}.{leaf}" for leaf in _SHARING)
-    sequences, target = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{role}.max_tokens_per_microbatch"
+def budget_group(
+    names: tuple[str, str, str], role: str, sharing: tuple[str, ...], longest: tuple[str, ...] = (_PROMPT, _RESPONSE)
+) -> AliasGroup:
+    """Build the translation of a role's micro-batch settings to its token budget.
+
+    Args:
+        names: of the tokens of a GPU, the choice of them, and the sequences of a GPU.
+        sharing: names of the number of ranks that share a sequence.
+        longest: names of the lengths that make the longest sequence.
+    """
+    (tokens, dynamic, sequences), target = names, f"{role}.max_tokens_per_microbatch"
 
     def combine(parts: Parts) -> Combined:
         given = {name: parts[name] for name in (tokens, sequences) if name in parts and parts[name].value is not None}
@@ -440,12 +446,11 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
             return
         count = given[sequences]
         lengths = [
-            parts[name].value if name in parts else getattr(DataConfig, name.partition(".")[2])
-            for name in (_PROMPT, _RESPONSE)
+            parts[name].value if name in parts else getattr(DataConfig, name.partition(".")[2]) for name in longest
         ]
         if not all(isinstance(number, int) and number > 0 for number in (count.value, *lengths)):
             raise UserError(
-                f"{sequences} = {count.value!r} with {_PROMPT} = {lengths[0]!r} and {_RESPONSE} = {lengths[1]!r}",
+                f"{sequences} = {count.value!r} with {' and '.join(longest)} = {lengths}",
                 source=count.source,
                 expected="integers of 1 or more",
                 hint=f"set {target} instead",
@@ -453,25 +458,25 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
         budget = count.value * sum(lengths)
         yield put(count, target, budget, weak=True)
         yield (
-            f"read as {target} = {count.value} * ({lengths[0]} + {lengths[1]}) = {budget} tokens: "
+            f"read as {target} = {count.value} * ({' + '.join(map(str, lengths))}) = {budget} tokens: "
             f"{describe(count)} of the longest sequences"
         )
         if tokens in given:
             yield note(given[tokens], f"{dynamic} is not true")
 
     return AliasGroup(
-        (tokens, dynamic, sequences),
+        names,
         f"{target}: the number of tokens of a GPU times the ranks that share a sequence, or that of sequences times "
-        "the longest prompt and response",
+        "the longest one",
         combine,
-        reads=(_PROMPT, _RESPONSE, *sharing),
+        reads=(*longest, *sharing),
     )
 
 
-def _sequence_parallel_group(prefix: str, role: str) -> AliasGroup:
+def sequence_parallel_group(engine: str, role: str) -> AliasGroup:
     """Build the translation of a role's sequence parallelism, which has no effect without tensor parallelism."""
-    name, target = f"{prefix}.megatron.sequence_parallel", f"{role}.sequence_parallel"
-    sizes = (f"{prefix}.megatron.tensor_model_parallel_size", f"{role}.tensor_model_parallel_size")
+    name, target = f"{engine}.sequence_parallel", f"{role}.sequence_parallel"
+    sizes = (f"{engine}.tensor_model_parallel_size", f"{role}.tensor_model_parallel_size")
 
     def combine(parts: Parts) -> Combined:
         given = parts[name]
@@ -484,8 +489,9 @@ def _sequence_parallel_group(prefix: str, role: str) -> AliasGroup:
     )
 
 
-def _betas_group(prefix: str, role: str) -> AliasGroup:
-    name = f"{prefix}.optim.betas"
+def betas_group(optim: str, role: str) -> AliasGroup:
+    """Build the translation of Adam's two moments, a list in verl."""
+    name = f"{optim}.betas"
 
     def combine(parts: Parts) -> Combined:
         given = parts[name]
@@ -502,25 +508,49 @@ def _betas_group(prefix: str, role: str) -> AliasGroup:
     return AliasGroup((name,), f"{role}.adam_beta1 and {role}.adam_beta2", combine)
 
 
-def _decay_group(prefix: str, role: str) -> AliasGroup:
-    steps, styles = f"{prefix}.optim.lr_decay_steps", (f"{prefix}.optim.lr_decay_style", f"{role}.lr_decay_style")
+def rate_group(optim: str, role: str) -> AliasGroup:
+    """Build the translation of the warm-up, in steps or as a share of all, and of the end of the decay."""
+    steps, styles = f"{optim}.lr_decay_steps", (f"{optim}.lr_decay_style", f"{role}.lr_decay_style")
+    warmup, share, least = (f"{optim}.{leaf}" for leaf in ("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio"))
 
     def combine(parts: Parts) -> Combined:
-        given = parts[steps]
-        if given.value is not None and any(name in parts and parts[name].value != "constant" for name in styles):
+        counts = [parts[name] for name in (warmup, share) if name in parts and parts[name].value is not None]
+        chosen = next((one for one in counts if one.name == share or one.value != -1), None)
+        if chosen is not None and chosen.name == share and not 0 <= _read_count(parts, share, 0) < 1:
             raise UserError(
-                f"{steps} = {given.value!r} is not supported",
-                source=given.source,
-                expected="null: the decay ends with the run",
-                hint=f"remove {steps}",
+                f"{share} = {chosen.value!r}",
+                source=chosen.source,
+                expected="a share of the steps, below 1",
+                hint=f"give the warm-up in steps: {role}.lr_warmup_steps",
             )
-        if given.value is not None:
+        if counts:
+            yield put(chosen or counts[0], f"{role}.lr_warmup_steps", 0 if chosen is None else chosen.value)
+        if least in parts and parts[least].value:
+            default = (CriticConfig if role == "critic" else ActorConfig).lr
+            peak = parts[f"{optim}.lr"].value if f"{optim}.lr" in parts else default
+            yield put(parts[least], f"{role}.min_lr", float(parts[least].value) * float(peak))
+        given = parts.get(steps)
+        if given is not None and given.value is not None:
+            if any(name in parts and parts[name].value != "constant" for name in styles):
+                raise UserError(
+                    f"{steps} = {given.value!r} is not supported",
+                    source=given.source,
+                    expected="null: there is no decay that ends before the run",
+                    hint=f"remove {steps}",
+                )
             yield note(given, "the learning rate is constant")
 
-    return AliasGroup((steps,), "nothing, if the learning rate is constant", combine, reads=styles)
+    return AliasGroup(
+        (steps, warmup, share, least),
+        f"{role}.lr_warmup_steps (steps, or a share of all), {role}.min_lr (a share of the peak in verl); a number of "
+        "steps of the decay is accepted with a constant rate",
+        combine,
+        reads=(*styles, f"{optim}.lr"),
+        targets={warmup: f"{role}.lr_warmup_steps"},
+    )
 
 
-def _lora_group(prefix: str, role: str) -> AliasGroup:
+def lora_group(prefix: str, role: str) -> AliasGroup:
     """Build the translation of a role's adapters, whose rank and scale have two names each: FSDP's and Megatron's."""
     pairs = [(f"{prefix}.lora{mark}rank", f"{prefix}.lora{mark}alpha") for mark in "_."]
     merge = f"{prefix}.lora.merge"
@@ -617,9 +647,22 @@ GROUPS: tuple[AliasGroup, ...] = (
             "reward.reward_kwargs.overlong_buffer_cfg",
         )
     ),
-    *(_budget_group(prefix, role) for prefix, role in _ROLES),
-    *(_betas_group(prefix, role) for prefix, role in _ROLES),
-    *(_decay_group(prefix, role) for prefix, role in _ROLES),
-    *(_lora_group(prefix, role) for prefix, role in (("actor_rollout_ref.model", "actor"), ("critic.model", "critic"))),
-    *(_sequence_parallel_group(prefix, role) for prefix, role in (*_ROLES, ("reward_model", "reward_model"))),
+    *(
+        budget_group(
+            (
+                f"{prefix}.ppo_max_token_len_per_gpu",
+                f"{prefix}.use_dynamic_bsz",
+                f"{prefix}.ppo_micro_batch_size_per_gpu",
+            ),
+            role,
+            tuple(f"{prefix}.{leaf}" for leaf in _SHARING),
+        )
+        for prefix, role in _ROLES
+    ),
+    *(group(f"{prefix}.optim", role) for group in (betas_group, rate_group) for prefix, role in _ROLES),
+    *(lora_group(prefix, role) for prefix, role in (("actor_rollout_ref.model", "actor"), ("critic.model", "critic"))),
+    *(
+        sequence_parallel_group(f"{prefix}.megatron", role)
+        for prefix, role in (*_ROLES, ("reward_model", "reward_model"))
+    ),
 )

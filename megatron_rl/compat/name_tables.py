@@ -122,9 +122,6 @@ def trainable_names(role: str) -> dict[str, Alias]:
         "optim.lr_decay_ratio": Only((1,), "the decay lasts as long as the run"),
         "optim.eps": Only((1e-8,), "the epsilon of Adam is 1e-8"),
         "optim.override_optimizer_config": Only((), "betas have a name of their own"),
-        "optim.min_lr_ratio": Only((0,), f"give the final learning rate itself: {role}.min_lr"),
-        "optim.lr_warmup_steps": Renamed(f"{role}.lr_warmup_steps", OFF),
-        "optim.lr_warmup_steps_ratio": Only((0,), f"give the warm-up in steps: {role}.lr_warmup_steps"),
         "optim.lr_warmup_init": Only((0,), "the warm-up starts from 0"),
         **each(
             "optim.lr_decay_style optim.lr_scheduler_type optim.warmup_style optim.decay_type",

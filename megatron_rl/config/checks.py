@@ -115,14 +115,6 @@ def _check_data(config: CheckedConfig) -> None:
             expected="each file once",
             hint="raise trainer.total_epochs to repeat prompts",
         )
-    shared = sorted({os.path.normpath(p) for p in train} & {os.path.normpath(p) for p in validation})
-    config.require(
-        not shared,
-        "data.validation_files",
-        f"shares {', '.join(shared)} with data.train_files",
-        expected="files that are not trained on",
-        hint="split the file",
-    )
 
 
 def _check_reward(config: CheckedConfig) -> None:

@@ -97,7 +97,7 @@ class TrainedConfig(LayoutConfig):
     lr: float = option(1e-6, "Peak learning rate.", ge=0)
     min_lr: float = option(0.0, "Final learning rate of the decay.", ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine"] = option("constant", "Shape of the decay after warm-up.")
-    lr_warmup_steps: int = option(0, "Linear warm-up.", "optimizer steps", ge=0)
+    lr_warmup_steps: float = option(0, "Linear warm-up; below 1: a share of all steps.", "optimizer steps", ge=0)
     weight_decay: float = option(0.01, "Decoupled weight decay (matrices only).", ge=0)
     adam_beta1: float = option(0.9, "First moment decay of Adam.", ge=0, lt=1)
     adam_beta2: float = option(0.95, "Second moment decay of Adam.", ge=0, lt=1)

@@ -306,7 +306,11 @@ class DataConfig:
         "Read the text of special tokens in messages, tools and their results as these tokens; default: as text. Plain "
         "text prompts may have them anyway.",
     )
-    prompt_key: str = option("prompt", "Column with the prompt: text, or a list of chat messages, also as JSON text.")
+    prompt_key: str = option(
+        "prompt",
+        "Column with the prompt: text, or a list of chat messages, also as JSON text; SFT: also a conversation, each "
+        "reply of which is learned.",
+    )
     answer_key: str = option("answer", "Column with the ground truth in the plain schema; SFT: the response to learn.")
     shuffle: bool = option(True, "Shuffle the prompts of each epoch (by trainer.seed).")
 

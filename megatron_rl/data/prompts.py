@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads prompts and SFT examples from data files.
+"""Loads prompts from data files.
 
 Rows have the plain schema (`prompt`, `answer`; names from the config) or verl's (`prompt` as chat messages,
 `data_source`, `reward_model.ground_truth`, `extra_info`). Text prompts are used verbatim, including special tokens.
-Chat messages are rendered by the chat template; truncation shortens contents only. Special tokens in contents, and in
-SFT responses to chats, stay text.
+Chat messages are rendered by the chat template; truncation shortens contents only. Special tokens in contents stay
+text.
 
 Invariants: `prompt_id` is the row index over all files, before any row is dropped.
 """
@@ -25,7 +25,7 @@ from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.extension.registry import GYM, HUB, OBJECT
-from megatron_rl.types import Prompt, Rollout, UserError
+from megatron_rl.types import Prompt, UserError
 
 T = TypeVar("T")
 
@@ -62,13 +62,6 @@ class PromptSet:
         """Return the number of prompts per file."""
         edges = np.searchsorted([prompt.prompt_id for prompt in self.prompts], self.file_starts)
         return np.diff([*edges, len(self.prompts)]).tolist()
-
-
-@dataclass(frozen=True)
-class SftSet(PromptSet):
-    """SFT examples of a list of files: prompts, and responses with EOS, which are the targets."""
-
-    examples: list[Rollout]
 
 
 def name_files(files: Sequence[str]) -> dict[str, str]:
@@ -110,71 +103,40 @@ def load_prompts(
         UserError: a file or row is invalid, a prompt is too long under the policy "error", or no prompt is left.
     """
     prompts, counts, starts = list[Prompt](), Counter[str](), list[int]()
-
-    def read(row: Row, cfg: DataConfig) -> Any:
-        return _ground_truth(row, cfg, needs_truth or bool(prompts) and prompts[0].ground_truth is not None)
-
     known = {cfg.prompt_key, cfg.answer_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
-    for row, ground_truth, prompt in _fit_rows(files, tokenizer, cfg, counts, starts, read, limit, tools):
-        prompts.append(
-            replace(
-                prompt,
-                ground_truth=ground_truth,
-                data_source=row.optional("data_source", str, "default"),
-                extra_info={name: value for name, value in row.columns.items() if name not in known}
-                | row.optional("extra_info", dict, {}),
-                row={name: value for name, value in row.columns.items() if name != cfg.prompt_key},
-            )
+
+    def fit(row: Row) -> tuple[Prompt | None, bool]:
+        truth = _ground_truth(row, cfg, needs_truth or bool(prompts) and prompts[0].ground_truth is not None)
+        prompt, is_too_long = tokenize_prompt(row, tokenizer, cfg, read_tools(row) or list(tools))
+        found = prompt and replace(
+            prompt,
+            ground_truth=truth,
+            data_source=row.optional("data_source", str, "default"),
+            extra_info={name: value for name, value in row.columns.items() if name not in known}
+            | row.optional("extra_info", dict, {}),
+            row={name: value for name, value in row.columns.items() if name != cfg.prompt_key},
         )
+        return found, is_too_long
+
+    prompts.extend(fit_rows(files, cfg, counts, starts, fit, limit))
     return PromptSet(prompts, counts["truncated"], counts["dropped"], starts)
 
 
-def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -> SftSet:
-    """Read, check and tokenize prompts with responses (column answer_key).
-
-    Raises:
-        UserError: as `load_prompts`; also a response longer than `max_response_length` with its EOS.
-    """
-
-    def encode_response(row: Row, cfg: DataConfig) -> list[int]:
-        encode = tokenizer.encode_content if isinstance(row.columns.get(cfg.prompt_key), list) else tokenizer.encode
-        response = encode(row.scalar_text(cfg.answer_key)) + [tokenizer.eos_token_id]
-        if len(response) > cfg.max_response_length:
-            raise UserError(
-                f"the response has {len(response)} tokens with its EOS",
-                source=row.location,
-                expected=f"at most data.max_response_length = {cfg.max_response_length} tokens",
-                hint="raise data.max_response_length, or shorten the response",
-            )
-        return response
-
-    examples, counts, starts = list[Rollout](), Counter[str](), list[int]()
-    for row, response, prompt in _fit_rows(files, tokenizer, cfg, counts, starts, encode_response):
-        prompt = Prompt(row.index, prompt.tokens, text="", ground_truth=None)
-        examples.append(Rollout.from_response(prompt, 0, np.asarray(response, np.int32), None, "stop"))
-    prompts = [example.prompt for example in examples]
-    return SftSet(prompts, counts["truncated"], counts["dropped"], starts, examples)
-
-
-def _fit_rows(
+def fit_rows(
     files: list[str],
-    tokenizer: Tokenizer,
     cfg: DataConfig,
     counts: Counter[str],
     starts: list[int],
-    read: Callable[[Row, DataConfig], T],
+    fit: Callable[[Row], tuple[T | None, bool]],
     limit: int | None = None,
-    tools: Sequence[dict[str, Any]] = (),
-) -> Iterator[tuple[Row, T, Prompt]]:
-    """Read rows and tokenize their prompts; refuse, cut or drop too long ones, as configured.
+) -> Iterator[T]:
+    """Read rows and yield what `fit` makes of them (UserError if nothing is kept).
 
     Args:
-        counts: receives the numbers of "kept", "dropped" and "truncated" prompts.
+        counts: receives the numbers of "kept", "dropped" and "truncated" rows.
         starts: receives the index of the first row of each file.
-        read: parses the columns besides the prompt.
-
-    Yields:
-        Each kept row, the result of `read`, and the prompt without other columns.
+        fit: returns what a row becomes, `None` to drop it, and whether it is too long.
+        limit: keep only the first N.
     """
     for row in read_rows(files):
         if limit is not None and counts["kept"] >= limit:
@@ -182,12 +144,11 @@ def _fit_rows(
         if row.file == len(starts):
             starts.append(row.index)
         row.columns[cfg.prompt_key] = _parse_messages(row.require(cfg.prompt_key))
-        found = read(row, cfg)
-        prompt, is_too_long = _tokenize_prompt(row, tokenizer, cfg, read_tools(row) or list(tools))
-        counts["dropped" if prompt is None else "kept"] += 1
-        if prompt is not None:
+        found, is_too_long = fit(row)
+        counts["dropped" if found is None else "kept"] += 1
+        if found is not None:
             counts["truncated"] += is_too_long
-            yield row, found, prompt
+            yield found
     if not counts["kept"]:
         raise UserError(
             f"no prompt is left: all {counts['dropped']} are longer than {cfg.max_prompt_length} tokens",
@@ -207,17 +168,21 @@ def _parse_messages(value: Any) -> Any:
     return value
 
 
-def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: list[Any]) -> tuple[Prompt | None, bool]:
+def read_options(row: Row, cfg: DataConfig, tools: list[Any]) -> dict[str, Any]:
+    """Return the arguments of the chat template for a row."""
+    own = row.optional(_OPTIONS, dict, {})  # parquet fills in keys from other rows with null
+    options = cfg.apply_chat_template_kwargs | {name: x for name, x in own.items() if x is not None}
+    return options | ({"tools": tools} if tools else {})
+
+
+def tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: list[Any]) -> tuple[Prompt | None, bool]:
     """Tokenize a prompt; refuse, cut or drop (`None`) a too long one, as configured; also return if it is too long."""
     value, limit, messages = row.require(cfg.prompt_key), cfg.max_prompt_length, None
     if isinstance(value, list):
         from megatron_rl.data.chats import read_messages, render_messages
 
         messages = read_messages(value, row, cfg.prompt_key)
-    own_options = row.optional(_OPTIONS, dict, {})  # parquet fills in keys from other rows with null
-    options = cfg.apply_chat_template_kwargs | {name: x for name, x in own_options.items() if x is not None}
-    if tools:
-        options["tools"] = tools
+    options = read_options(row, cfg, tools)
     if messages is not None:
         text, tokens = render_messages(messages, tokenizer, options)
     elif isinstance(value, str):

@@ -21,7 +21,7 @@ from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections import DataConfig
-from megatron_rl.data.prompts import PromptSet, SftSet, choose_teachers, load_prompts, load_sft_examples, name_files
+from megatron_rl.data.prompts import PromptSet, choose_teachers, load_prompts, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.extension.registry import HUB, find_entry
 from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan, check_truths
@@ -32,6 +32,7 @@ from megatron_rl.types import Rollout, UserError
 if TYPE_CHECKING:  # a dry run imports no torch
     from megatron_rl.algorithms.catalog import AdvantageEstimator, PolicyLoss, RegisteredEstimator
     from megatron_rl.config.sft_plan import SftPlan
+    from megatron_rl.data.sft_examples import SftSet
     from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.engines.protocol import EngineMaker
     from megatron_rl.extension.registry import RegisteredEngine
@@ -306,6 +307,7 @@ def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
 def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
     """Read and check the model and the examples (UserError if any is wrong)."""
     from megatron_rl.config.sft_plan import SftPlan
+    from megatron_rl.data.sft_examples import load_sft_examples
 
     SftPlan.build(config, world_size)
     _check_paths(config)

@@ -241,13 +241,14 @@ def _job_of(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def _build_scheduler(optimizer: MegatronOptimizer, role: TrainedConfig, total_steps: int) -> OptimizerParamScheduler:
-    decay_steps = max(total_steps, role.lr_warmup_steps + 1)
+    warmup = int(role.lr_warmup_steps if role.lr_warmup_steps >= 1 else role.lr_warmup_steps * total_steps)
+    decay_steps = max(total_steps, warmup + 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=role.lr,
         min_lr=min(role.min_lr, role.lr),
-        lr_warmup_steps=role.lr_warmup_steps,
+        lr_warmup_steps=warmup,
         lr_decay_steps=decay_steps,
         lr_decay_style=role.lr_decay_style,
         start_wd=role.weight_decay,

@@ -24,7 +24,8 @@ from megatron_rl.agents.episode import Opening, Setup
 from megatron_rl.agents.transcript import ChatTranscript, TextTranscript
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.chats import GUARD, Marks, remove_guards
-from megatron_rl.data.prompts import load_prompts, load_sft_examples
+from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.sft_examples import load_sft_examples
 from megatron_rl.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 NAMES = [*TEMPLATES, *TOOL_TEMPLATES]

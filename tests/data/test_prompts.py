@@ -15,7 +15,8 @@ import pyarrow.parquet
 import pytest
 
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.data.prompts import load_prompts, load_sft_examples, name_files
+from megatron_rl.data.prompts import load_prompts, name_files
+from megatron_rl.data.sft_examples import load_sft_examples
 from megatron_rl.types import UserError
 
 

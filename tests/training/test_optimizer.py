@@ -69,6 +69,8 @@ def test_warm_up_longer_than_the_run(style: str, path: Path) -> None:
 
 def test_no_warm_up(path: Path) -> None:
     assert learning_rates(path, steps=2, lr_warmup_steps=0) == pytest.approx([1e-3, 1e-3])
+    share = learning_rates(path, steps=TOTAL, lr_warmup_steps=0.5)
+    assert share == learning_rates(path, steps=TOTAL, lr_warmup_steps=3)
 
 
 def _gradient_norm(rank: int, world_size: int, path: Path, case: Case) -> float:
