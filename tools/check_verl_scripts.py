@@ -6,7 +6,9 @@
 Scripts of `examples/` and `recipe/` run under bash in a scratch directory, with programs on PATH that only record their
 arguments. A script counts if it starts a trainer of verl's for text models on GPUs: those that name images, videos,
 audio, diffusion or an NPU, or a program of a recipe's own, are left out. A script is accepted (the dry run would start,
-given its files), refused for what this program does not have or may not do, or has names that are unknown here.
+given its files), refused for what this program does not have, or has names that are unknown here. The table at the end
+names each capability once, with the number of scripts that are refused for it; "no capability" is a fault of this tool
+or of the tables of names.
 Exit code: 0, or 1 if a name is unknown.
 """
 
@@ -26,6 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
+from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.run.inputs import plan_rl
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError, UserErrors
@@ -41,8 +44,10 @@ _SECONDS = 15
 _UNSET = re.compile(r": (\w+): (?:unbound|must|[Pp]lease|parameter|set )")  # bash names a variable that is not set
 # verl's trainers; DAPO's is verl's with algorithm.filter_groups.
 _TRAINERS = re.compile(r"^verl\..*(main_ppo|main_ppo_sync|sft_trainer|fully_async_main)$|^recipe\.dapo\.main_dapo$")
+_GIVEN = ["8", "/run"]  # arguments of scripts that take some: ranks of a node, and a directory below the scratch one
+_CAPABILITY = re.compile(r"there is no ([^;]+)")
 _OTHER_DATA = re.compile(
-    r"[-_]vl\b|[-_]vl[-_]|vlm|video|image_key|images|audio|\bomni|minicpm|glm4_1v|geo3k|geometry3k|pokemon|wan2|diffusion"
+    r"[-_]vl\b|[-_]vl[-_]|vlm|video|image_key|images|audio|\bomni|minicpm|glm4_1v|geo3k|geometry3k|deepeyes|pokemon|wan2|diffusion"
 )
 _NPU = re.compile(r"npu|ascend", re.IGNORECASE)
 
@@ -54,6 +59,7 @@ class Outcome:
     script: str
     left_out: str = ""
     refused: list[str] = field(default_factory=list)
+    missing: set[str] = field(default_factory=set)  # capabilities
     unknown: list[str] = field(default_factory=list)
 
     def name(self) -> str:
@@ -82,7 +88,7 @@ def record(script: Path, checkout: Path, stubs: Path) -> list[list[str]]:
         prelude.write_text(_PRELUDE)
         environment = {"PATH": f"{stubs}:/usr/bin:/bin", "HOME": f"{scratch}/home", "BASH_ENV": str(prelude)}
         environment["RECORDS"] = str(records)
-        arguments = ["8", f"{scratch}/run"] if re.search(r"\$[1#]|\$\{1\}", script.read_text()) else []
+        arguments = [_GIVEN[0], f"{scratch}{_GIVEN[1]}"] if re.search(r"\$[1#]|\$\{1\}", script.read_text()) else []
         missing = ["USER"]
         while missing:  # variables that the user of a script sets
             environment |= dict.fromkeys(missing, "given")
@@ -112,8 +118,8 @@ def _run(command: list[str], place: Path, environment: dict[str, str]) -> str:
     return ""
 
 
-def find_trainer(commands: list[list[str]]) -> tuple[str, list[str]] | None:
-    """Return the module or file of the last command with training data, and its arguments."""
+def find_trainer(commands: list[list[str]]) -> tuple[str, list[str], int] | None:
+    """Return the module or file of the last command with training data, its arguments, and the ranks of a node."""
     for arguments in reversed(commands):
         programs = [
             index
@@ -121,14 +127,16 @@ def find_trainer(commands: list[list[str]]) -> tuple[str, list[str]] | None:
             if (argument.endswith(".py") or arguments[index - 1] == "-m") and "=" not in argument
         ]
         if programs and any("data.train_files=" in argument for argument in arguments):
-            return arguments[programs[-1]], [one for one in arguments[programs[-1] + 1 :] if one]
+            ranks = re.search(r"--nproc[-_]per[-_]node[= ](\d+)", " ".join(arguments[: programs[-1]]))
+            own = [one for one in arguments[programs[-1] + 1 :] if one and one not in _GIVEN]
+            return arguments[programs[-1]], own, int(ranks[1]) if ranks else 8
     return None
 
 
-def judge(script: str, checkout: Path, trainer: tuple[str, list[str]] | None) -> Outcome:
+def judge(script: str, checkout: Path, trainer: tuple[str, list[str], int] | None) -> Outcome:
     """Load the arguments of a script, and sort the mistakes."""
     outcome = Outcome(script)
-    program, arguments = trainer or ("", [])
+    program, arguments, ranks = trainer or ("", [], 8)
     said = " ".join((script, *arguments)).lower()
     if trainer is None or "generation" in program:
         outcome.left_out = "starts no trainer"
@@ -147,7 +155,8 @@ def judge(script: str, checkout: Path, trainer: tuple[str, list[str]] | None) ->
             arguments[place] = f"{flag}={home / (path or arguments.pop(place + 1))}"
     try:
         loaded = load_config(None, arguments)
-        plan_rl(loaded.config, loaded.num_ranks or 8)
+        plan = SftPlan.build if "sft_trainer" in program else plan_rl
+        plan(loaded.config, loaded.num_ranks or ranks)
     except UserError as error:
         for one in error.errors if isinstance(error, UserErrors) else [error]:
             name = re.match(r"unknown setting '([^']+)'", one.found)
@@ -155,6 +164,7 @@ def judge(script: str, checkout: Path, trainer: tuple[str, list[str]] | None) ->
                 outcome.unknown.append(name[1])
             else:
                 outcome.refused.append(f"{one.found} (expected: {one.expected})")
+                outcome.missing.add((_CAPABILITY.findall(one.expected) or ["no capability: see the reason above"])[0])
     return outcome
 
 
@@ -175,7 +185,10 @@ def format_table(outcomes: list[Outcome]) -> str:
         lines += [f"            {reason}" for reason in one.refused]
         lines += [f"            unknown: {', '.join(one.unknown)}"] if one.unknown else []
     names = Counter(name for one in outcomes for name in one.unknown)
-    lines += ["", *(f"{count:4} {name}" for name, count in names.most_common())]
+    missing = Counter(name for one in outcomes if not one.unknown for name in one.missing)
+    for title, found in (("unknown names", names), ("scripts, by missing capability", missing)):
+        lines += ["", f"{title}:", *(f"{count:4} {name}" for name, count in found.most_common())] if found else []
+    lines.append("")
     counts = Counter(one.name() for one in outcomes)
     counted = len(outcomes) - counts["left out"]
     lines.append(

@@ -15,7 +15,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megatron_rl.compat import name_groups, name_tables, trl, verl_defaults
+from megatron_rl.compat import name_groups, name_tables, sft_names, trl, verl_defaults
 from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs, each, look_up, note, same
 from megatron_rl.compat.name_tables import PATTERNS
 from megatron_rl.config.checked import Mistakes
@@ -65,11 +65,13 @@ _EARLIER = {
 _PATTERNS = {**PATTERNS, "teachers.*.recompute_granularity": Ignored("only a backward pass recomputes")}
 _ALIASES = {**name_tables.ALIASES, **trl.ALIASES, **_EARLIER}
 _GROUPS = (*name_groups.GROUPS, *trl.GROUPS)
+# In a recipe of verl's SFT trainer, its meanings come first.
+_OF_SFT = _ALIASES | sft_names.ALIASES, (*sft_names.GROUPS, *_GROUPS), {**sft_names.OWN_PATTERNS, **_PATTERNS}
 
 
 def alias_names() -> list[str]:
     """Return the setting names of verl, TRL and earlier versions of this package that a recipe may use."""
-    return [*_ALIASES, *(name for group in _GROUPS for name in group.names)]
+    return [*_OF_SFT[0], *(name for group in _OF_SFT[1] for name in group.names)]
 
 
 def alias_target(name: str) -> str | None:
@@ -106,12 +108,15 @@ def translate(
         latest.pop(setting.name, None)  # so that a repeated name moves to its later position
         if setting.value not in _NOTHING:
             latest[setting.name] = replace(setting, value=_expand_home(setting.value))
-    is_verl = verl_defaults.is_verl(settings)
-    if is_verl:
+    is_verl, is_sft = verl_defaults.is_verl(settings), sft_names.is_sft(settings)
+    aliases, groups, patterns = _OF_SFT if is_sft else (_ALIASES, _GROUPS, _PATTERNS)
+    if is_sft:
+        sft_names.add_defaults(latest)
+    elif is_verl:
         verl_defaults.add_defaults(latest)
     translated: list[Setting] = []
     notes: list[str] = []
-    for group in _GROUPS:
+    for group in groups:
         parts = {name: latest.pop(name) for name in group.names if name in latest}
         reads = {name: latest[name] for name in group.reads if name in latest}
         with mistakes.collect(*group.reads, *group.targets.values()):
@@ -123,7 +128,7 @@ def translate(
     repeated: list[tuple[Setting, SameAs]] = []
     idle: list[tuple[Setting, str]] = []
     for setting in latest.values():
-        alias = _ALIASES.get(re.sub(r"^teachers\.[^.]+", "teachers.*", setting.name))
+        alias = aliases.get(re.sub(r"^teachers\.[^.]+", "teachers.*", setting.name))
         with mistakes.collect(alias.target if isinstance(alias, Renamed) else setting.name):
             if isinstance(alias, Renamed):
                 translated += _rename(setting, alias, fields)
@@ -133,10 +138,10 @@ def translate(
                 translated.append(setting)
             else:
                 if alias is None:
-                    pattern = next((pattern for pattern in _PATTERNS if fnmatchcase(setting.name, pattern)), None)
+                    pattern = next((pattern for pattern in patterns if fnmatchcase(setting.name, pattern)), None)
                     if pattern is None:
                         raise unknown_key_error(setting.name, setting.source, fields, alias_names())
-                    alias = _PATTERNS[pattern]
+                    alias = patterns[pattern]
                 idle += _ignore(setting, alias)
     for setting, alias in repeated:
         with mistakes.collect(alias.target):

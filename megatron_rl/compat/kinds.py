@@ -95,7 +95,7 @@ def look_up(setting: Setting, target: str, values: Collection[tuple[Any, Any]], 
     raise UserError(
         f"{setting.name} = {setting.value!r} is not known",
         source=setting.source,
-        expected=f"one of {', '.join(repr(theirs) for theirs, _ in values)} (read as {target})",
+        expected=f"one of {', '.join(repr(theirs) for theirs, _ in values)}: there is no {target} {setting.value!r}",
         hint=hint,
     )
 

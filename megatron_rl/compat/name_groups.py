@@ -230,7 +230,7 @@ def _reward_model_group(enable: str, path: str) -> AliasGroup:
             raise UserError(
                 f"{enable} = true and {describe(function)}",
                 source=switch.source,
-                expected="a reward model, or a function: functions get no served model",
+                expected="a reward model, or a function: there is no reward model that functions may call",
                 hint=f"serve the model, call it in the function, and set {enable}=false",
             )
         if given is None:
@@ -292,7 +292,7 @@ def _combine_correction(parts: Parts) -> Combined:
                 raise UserError(
                     f"{one.name} = {one.value!r} with {switches[0].name} = true is not supported",
                     source=one.source,
-                    expected=f"{allowed!r}: the ratio corrects the engine's log-probs",
+                    expected=f"{allowed!r}: there is no REINFORCE with weights in bypass mode",
                     hint=f"remove {one.name}",
                 )
         yield put(switches[0], "algorithm.importance_sampling", "bypass")
@@ -374,6 +374,40 @@ def _read_count(parts: Parts, name: str, default: float) -> Any:
             hint=f"remove {name}",
         )
     return value
+
+
+_NAME, _ENDPOINTS = "actor_rollout_ref.rollout.name", "rollout.server.endpoints"
+
+
+def _combine_engine(parts: Parts) -> Combined:
+    """Translate the engine; SGLang's environment is the one that launch/setup_sglang.sh makes."""
+    given = parts[_NAME]
+    if given.value is not None:
+        engines = [(name, name) for name in ("vllm", "sglang", "hf")]
+        yield look_up(given, "rollout.engine", engines, "set rollout.engine instead, see --help")
+    if given.value == "sglang" and _ENDPOINTS not in parts:
+        yield put(given, "rollout.server.python", ".venv-sglang/bin/python", layer=ASSUMED)
+
+
+_MTP = "actor_rollout_ref.model.mtp"
+_MTP_TRAIN, _MTP_ALONE, _ACTOR_RATE = f"{_MTP}.enable_train", f"{_MTP}.detach_encoder", f"{_ACTOR}.optim.lr"
+
+
+def _combine_mtp(parts: Parts) -> Combined:
+    """Translate the training of the MTP layer, which is the same if its loss reaches no other weight."""
+    train = parts.get(_MTP_TRAIN)
+    if train is None or not read_boolean(train):
+        return
+    if _MTP_ALONE not in parts or not read_boolean(parts[_MTP_ALONE]):
+        raise UserError(
+            f"{_MTP_TRAIN} = true without {_MTP_ALONE} = true is not supported",
+            source=train.source,
+            expected="true: there is no MTP loss that reaches the policy; actor.mtp_lr trains that layer alone",
+            hint=f"set {_MTP_ALONE}=true",
+        )
+    rate = parts[_ACTOR_RATE].value if _ACTOR_RATE in parts else ActorConfig.lr
+    yield put(train, "actor.mtp_lr", rate)
+    yield f"read as actor.mtp_lr={rate}: AdamW's step is the same with any mtp_loss_scaling_factor"
 
 
 def _combine_validation_sampling(parts: Parts) -> Combined:
@@ -635,6 +669,14 @@ GROUPS: tuple[AliasGroup, ...] = (
         _combine_async,
         reads=(*_TRAINER_RANKS, _MINI_BATCH, "data.train_batch_size"),
     ),
+    AliasGroup(
+        (_NAME,),
+        "rollout.engine: vllm, sglang (rollout.server.python: .venv-sglang/bin/python), hf",
+        _combine_engine,
+        reads=(_ENDPOINTS,),
+        targets={_NAME: "rollout.engine"},
+    ),
+    AliasGroup((_MTP_TRAIN, _MTP_ALONE), "actor.mtp_lr, the actor's rate", _combine_mtp, reads=(_ACTOR_RATE,)),
     AliasGroup((_REWARD_KEY,), "reward.rule=by_data_source, unless the recipe has another rule", _combine_reward_key),
     AliasGroup((_TRUNCATION, _FILTER), "data.overlong_prompts", _combine_overlong),
     AliasGroup((_DO_SAMPLE, _VAL_TEMPERATURE), "rollout.validation_temperature", _combine_validation_sampling),

@@ -20,11 +20,13 @@ BUDGET = "max_tokens_per_microbatch bounds every forward pass"
 MEGATRON = "the models run on megatron-core"
 FSDP = f"{MEGATRON}; zero_stage=3 of a role shares its weights as FSDP does"
 _SHARED = "the engine uses the actor's weights while it generates, there is nothing to gain"
+CHECKPOINTING = ((True, "full"), (False, "none"))
 STAGES = ((True, 3), (False, 1))  # of `reshard_after_forward`
 FUSED = "kernels are chosen by what is installed"
 _LR_STYLE = (("constant", "constant"), ("linear", "linear"), ("cosine", "cosine"))
-_PACKED = "sequences are always packed"
-_NO_FP8 = "training computes in bfloat16 or float32"
+PACKED = "sequences are always packed"
+_NO_FP8 = "there is no training in FP8"
+_NO_QAT = "there is no quantization-aware training"
 _NO_DROPOUT = "there is no dropout"
 _SPLIT = "layers are split evenly over the stages"
 _TRANSFORMER: dict[str, Alias] = {
@@ -51,13 +53,30 @@ _TRANSFORMER: dict[str, Alias] = {
     **each("attention_dropout hidden_dropout", Only((0,), _NO_DROPOUT)),
     "fp8": Only((), _NO_FP8),
     "fp8_recipe": Ignored("it belongs to fp8"),
+    "dsa_indexer_use_sparse_loss": Ignored("it belongs to dsa_indexer_loss_coeff"),
+}
+_MAY_LACK = ("virtual_pipeline_model_parallel_size",)  # one chunk is what there is without the setting
+# Names of Megatron-Lite's layout; AutoModel's have "_size" behind them.
+_SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
 }
 LAYOUT_LEAVES = tuple(item.name for item in fields(LayoutConfig) if item.name.endswith("_parallel_size"))
 
 
 def megatron_names(role: str) -> dict[str, Alias]:
     """Return the translations of verl's `megatron.*` settings of a role with its own layout, by name."""
-    return {f"megatron.{leaf}": Renamed(f"{role}.{leaf}") for leaf in LAYOUT_LEAVES} | {
+    short = {f"{short}{end}": leaf for short, leaf in _SHORT.items() for end in ("", "_size")}
+    return {
+        **{f"megatron.{leaf}": Renamed(f"{role}.{leaf}") for leaf in LAYOUT_LEAVES},
+        **{
+            f"engine.{name}": Renamed(f"{role}.{leaf}", ((1, None),) * (leaf in _MAY_LACK))
+            for name, leaf in short.items()
+        },
         **each("megatron.use_mbridge megatron.vanilla_mbridge", Ignored("weights are converted by this package")),
         **each(
             "megatron.use_dist_checkpointing megatron.dist_checkpointing_path megatron.dist_checkpointing_prefix",
@@ -77,16 +96,17 @@ def megatron_names(role: str) -> dict[str, Alias]:
         "megatron.override_transformer_config.sequence_parallel": SameAs(f"{role}.sequence_parallel"),
         "megatron.use_megatron_fsdp": Ignored(FSDP),
         "megatron.dynamic_context_parallel": Only((False,), "the ranks that share a sequence are fixed"),
-        **each("megatron.max_seqlen_per_dp_cp_rank megatron.pad_bshd_to_minibatch_max", Ignored(_PACKED)),
+        **each("megatron.max_seqlen_per_dp_cp_rank megatron.pad_bshd_to_minibatch_max", Ignored(PACKED)),
         **each(
             "megatron.dist_ckpt_optim_fully_reshardable megatron.distrib_optim_fully_reshardable_mem_efficient",
             Ignored("checkpoints fit every layout"),
         ),
-        "megatron.use_remove_padding": Ignored(_PACKED),
-        "megatron.qat.enable": Only((False,), _NO_FP8),
+        "megatron.use_remove_padding": Ignored(PACKED),
+        **each("megatron.qat.enable fsdp_config.qat.enable qat.enable", Only((False,), _NO_QAT)),
         **{f"megatron.override_transformer_config.{leaf}": alias for leaf, alias in _TRANSFORMER.items()},
         **each(
-            "fsdp_config.param_offload fsdp.param_offload megatron.param_offload veomni.param_offload",
+            "fsdp_config.param_offload fsdp.param_offload megatron.param_offload veomni.param_offload "
+            "engine.param_offload",
             Ignored(_SHARED),
         ),
         **each("strategy model_engine", Ignored(FSDP)),
@@ -118,22 +138,34 @@ def trainable_names(role: str) -> dict[str, Alias]:
     return megatron_names(role) | {
         "optim.lr": Renamed(f"{role}.lr"),
         **each("optim.min_lr optim.lr_min", Renamed(f"{role}.min_lr")),
-        **each("optim.lr_start optim.min_lr_factor", Only((0,), "rates start at 0, and end at min_lr")),
-        "optim.lr_decay_ratio": Only((1,), "the decay lasts as long as the run"),
+        "optim.min_lr_factor": Only((0,), f"give the final learning rate itself: {role}.min_lr"),
+        **each(
+            "optim.lr_warmup_init optim.init_lr_ratio optim.lr_start",
+            Only((0,), "there is no warm-up that starts above 0"),
+        ),
+        "optim.lr_decay_ratio": Only((1,), "there is no decay that ends before the run"),
         "optim.eps": Only((1e-8,), "the epsilon of Adam is 1e-8"),
         "optim.override_optimizer_config": Only((), "betas have a name of their own"),
-        "optim.lr_warmup_init": Only((0,), "the warm-up starts from 0"),
         **each(
-            "optim.lr_decay_style optim.lr_scheduler_type optim.warmup_style optim.decay_type",
+            "optim.lr_decay_style optim.lr_scheduler_type optim.lr_scheduler optim.warmup_style optim.decay_type",
             Renamed(f"{role}.lr_decay_style", _LR_STYLE, True),
         ),
         "optim.num_cycles": Only((0.5,), "a cosine decay is half a period"),
         **each("optim.lr_wsd_decay_style optim.lr_wsd_decay_steps", Ignored("there is no such schedule")),
         "optim.weight_decay": Renamed(f"{role}.weight_decay"),
-        "optim.weight_decay_incr_style": Only(("constant",), "weight decay is constant"),
+        **each(
+            "optim.weight_decay_incr_style optim.wd_incr_style",
+            Only(("constant",), "there is no schedule of the weight decay"),
+        ),
         **each("optim.clip_grad grad_clip", Renamed(f"{role}.clip_grad")),
-        **each("optim.optimizer optim.name", Only(("adam", "AdamW", "adamw"), "the optimizer is AdamW")),
-        "optim.optimizer_impl": Ignored("the optimizer is megatron-core's AdamW"),
+        **each(
+            "optim.optimizer optim.name",
+            Only(("adam", "AdamW", "adamw", "FusedAdam"), f"AdamW, or {role}.optimizer=muon"),
+        ),
+        **each(
+            "optim.optimizer_impl optim.master_weights optim.store_param_remainders",
+            Ignored("the optimizer is megatron-core's AdamW, with float32 states"),
+        ),
         "optim.total_training_steps": Ignored("it follows from the batch plan"),
         "optim.use_checkpoint_opt_param_scheduler": Ignored("schedules come from the config"),
         "optim.zero_indexed_step": Ignored("a step of the warm-up is one optimizer step"),
@@ -141,10 +173,13 @@ def trainable_names(role: str) -> dict[str, Alias]:
         "data_loader_seed": Ignored("trainer.seed decides"),
         "ppo_micro_batch_size": Ignored(BUDGET),
         **each(
-            "fsdp_config.optimizer_offload fsdp.optimizer_offload megatron.optimizer_offload veomni.optimizer_offload",
+            "fsdp_config.optimizer_offload fsdp.optimizer_offload megatron.optimizer_offload veomni.optimizer_offload "
+            "engine.optimizer_offload",
             Renamed(f"{role}.offload_optimizer"),
         ),
-        "megatron.grad_offload": Renamed(f"{role}.offload_gradients"),
+        **each("megatron.grad_offload engine.grad_offload", Renamed(f"{role}.offload_gradients")),
+        "engine.activation_checkpointing": Renamed(f"{role}.recompute_granularity", CHECKPOINTING, closed=True),
+        "engine.enable_fp8": Only((False,), _NO_FP8),
         "megatron.override_transformer_config.recompute_granularity": Renamed(
             f"{role}.recompute_granularity", (("selective", "selective"), ("full", "full")), closed=True
         ),
@@ -158,8 +193,7 @@ _REFERENCE = "the reference model has the layout of the actor"
 _ENGINE = "the engine decides"
 _TEXT = "prompts are text"
 _REMOTE_CODE = "code of a model directory is never run; a family that needs it is refused"
-_CLASSES = "verl's classes of tools and agent loops are not loaded; see docs/agents.md"
-_CHECKPOINTING = ((True, "full"), (False, "none"))
+_CLASSES = "there is no loading of verl's classes of tools and agent loops; see docs/agents.md"
 _LOG_PROB_BATCHES = each(
     "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu "
     "log_prob_use_dynamic_bsz",
@@ -188,7 +222,7 @@ _ACTOR: dict[str, Alias] = trainable_names("actor") | {
     "tis_imp_ratio_cap": Only((-1,), "set algorithm.importance_sampling=token-truncate and importance_high"),
     "use_torch_compile": Ignored("the actor is not compiled"),
     "use_fused_kernels": Ignored(FUSED),
-    "use_remove_padding": Ignored(_PACKED),
+    "use_remove_padding": Ignored(PACKED),
     **each(
         "entropy_from_logits_with_chunking entropy_checkpointing",
         Ignored("log-probs and entropy are computed in chunks"),
@@ -199,14 +233,13 @@ _ACTOR: dict[str, Alias] = trainable_names("actor") | {
         "router_replay.mode megatron.router_replay.mode veomni.router_replay.mode",
         Renamed("actor.router_replay", (("disabled", "off"), ("R2", "trainer"), ("R3", "engine")), closed=True),
     ),
-    "qat.enable": Only((False,), _NO_FP8),
 }
 
 _CRITIC: dict[str, Alias] = trainable_names("critic") | {
     "model.path": Renamed("critic.path"),
     **{f"model.{name}": alias for name, alias in lora_names("critic").items()},
-    "model.enable_gradient_checkpointing": Renamed("critic.recompute_granularity", _CHECKPOINTING, closed=True),
-    "model.use_remove_padding": Ignored(_PACKED),
+    "model.enable_gradient_checkpointing": Renamed("critic.recompute_granularity", CHECKPOINTING, closed=True),
+    "model.use_remove_padding": Ignored(PACKED),
     "model.tokenizer_path": Ignored("the critic reads the policy's tokens"),
     **each(
         "model.fsdp_config.param_offload fsdp.param_offload megatron.param_offload",
@@ -230,7 +263,6 @@ _CRITIC: dict[str, Alias] = trainable_names("critic") | {
 
 _SAME_NAMES = "n temperature top_p tensor_model_parallel_size gpu_memory_utilization enforce_eager max_num_seqs"
 _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME_NAMES.split()} | {
-    "name": Renamed("rollout.engine", (("vllm", "vllm"), ("sglang", "sglang"), ("hf", "hf")), closed=True),
     "top_k": Renamed("rollout.top_k", ((0, -1),)),
     "mode": Ignored("rollout and training alternate in one program"),
     "val_kwargs.n": Renamed("rollout.validation_n"),
@@ -243,12 +275,12 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
     "max_model_len": Ignored("it follows from the longest prompt and response"),
     "dtype": Ignored("the engine takes model.dtype"),
     "load_format": Ignored("the engine takes the weights of the actor"),
-    "data_parallel_size": Only((1,), "the number of engines is world_size / rollout.tensor_model_parallel_size"),
-    "expert_parallel_size": Only((1,), "the engine splits experts over its TP ranks"),
-    "pipeline_model_parallel_size": Only((1,), "the engine has one pipeline stage"),
+    "data_parallel_size": Only((1,), "there is no engine with data parallel attention; it splits all by TP"),
+    "expert_parallel_size": Ignored("the engine splits experts over its TP ranks"),
+    "pipeline_model_parallel_size": Only((1,), "there is no engine with pipeline stages"),
     "quantization": Renamed("rollout.quantization", ((None, "none"), (False, "none"), ("fp8", "fp8")), closed=True),
-    "repetition_penalty": Only((1.0,), "training scores a token without counting those before it"),
-    "use_fire_sampling": Only((False,), "sampling is plain temperature sampling"),
+    "repetition_penalty": Only((1.0,), "there is no repetition penalty; training scores a token by itself"),
+    "use_fire_sampling": Only((False,), "there is no FIRE sampling"),
     "over_sample_rate": Only((0,), "every response is waited for"),
     "skip_rollout": Only((False,), "rollouts are made in every step"),
     "chat_scheduler": Only((), "a prompt gets one response"),
@@ -271,7 +303,7 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
     "mtp": Ignored("it repeats actor_rollout_ref.model.mtp"),
     "moe_tensor_parallel_size": Ignored("the engine splits experts over its TP ranks"),
     "enable_rollout_routing_replay": Ignored("actor.router_replay decides"),
-    "disaggregation.enabled": Only((False,), "an engine reads prompts and decodes"),
+    "disaggregation.enabled": Only((False,), "there is no engine for prompts beside one that decodes"),
     "moe_load_balance_metrics_interval": Ignored("moe/... metrics have every step"),
     **each(
         "free_cache_engine disable_log_stats enable_chunked_prefill enable_prefix_caching "
@@ -297,14 +329,14 @@ _REF: dict[str, Alias] = {
     **{f"megatron.{leaf}": Ignored(_REFERENCE) for leaf in (*LAYOUT_LEAVES, "sequence_parallel")},
 }
 
-_MODEL: dict[str, Alias] = {
+MODEL: dict[str, Alias] = {
     "path": Renamed("model.path"),
-    "enable_gradient_checkpointing": Renamed("actor.recompute_granularity", _CHECKPOINTING, closed=True),
+    "enable_gradient_checkpointing": Renamed("actor.recompute_granularity", CHECKPOINTING, closed=True),
     "trust_remote_code": Ignored(_REMOTE_CODE),
     "external_lib": Only((), "code is added with algorithm.plugins and reward.function"),
     "custom_chat_template": Only((), "the tokenizer's own chat template is used"),
     **lora_names("actor"),
-    "use_remove_padding": Ignored(_PACKED),
+    "use_remove_padding": Ignored(PACKED),
     "use_shm": Ignored("weights are read by the ranks that need them"),
     "enable_activation_offload": Ignored("activations are recomputed instead (actor.recompute_granularity)"),
     **each(
@@ -321,12 +353,11 @@ _MODEL: dict[str, Alias] = {
         "override_config.attention_dropout override_config.embd_pdrop override_config.resid_pdrop",
         Only((0,), _NO_DROPOUT),
     ),
-    "mtp.enable_train": Only((False,), "set actor.mtp_lr: that layer has a learning rate of its own"),
-    "mtp.enable_rollout": Only((False,), "the engine drafts no tokens"),
+    "mtp.enable_rollout": Ignored("the engine drafts no tokens; samples have the same distribution with drafts"),
 }
 
 _OWN_RANKS = "placement.reward_model names its ranks"
-_NO_MANAGER = "rewards are made one by one; reward.workers computes them beside generation"
+_NO_MANAGER = "there is no loading of reward managers; reward.workers computes rewards beside generation"
 _MANAGERS = Only(("naive", "dapo", "prime", "gdpo"), _NO_MANAGER)
 _SANDBOX: dict[str, Alias] = {
     "sandbox_fusion.url": Only((), "give its URL as reward.function"),
@@ -341,13 +372,12 @@ _REWARD: dict[str, Alias] = {
     "reward_manager.module.path": Only((), _NO_MANAGER),
     "reward_manager.module.name": Ignored("no reward manager is loaded"),
     "reward_kwargs.max_resp_len": SameAs("data.max_response_length"),
-    "reward_model.enable_resource_pool": Only((False,), _OWN_RANKS),
-    **each("reward_model.n_gpus_per_node reward_model.nnodes", Ignored(_OWN_RANKS)),
+    **each("reward_model.enable_resource_pool reward_model.n_gpus_per_node reward_model.nnodes", Ignored(_OWN_RANKS)),
 }
 _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
     "model.fsdp_config.reshard_after_forward": Renamed("reward_model.zero_stage", STAGES, closed=True),
     "model.input_tokenizer": Ignored("the reward model reads the policy's tokens"),
-    "model.use_remove_padding": Ignored(_PACKED),
+    "model.use_remove_padding": Ignored(PACKED),
     "model.trust_remote_code": Ignored(_REMOTE_CODE),
     **each("model.fsdp_config.param_offload megatron.param_offload", Renamed("reward_model.offload")),
     **each("megatron.grad_offload megatron.optimizer_offload", Ignored("this role has no optimizer")),
@@ -357,10 +387,9 @@ _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
     "launch_reward_fn_async": Ignored("reward.workers decides"),
     "max_length": Ignored("the longest prompt and response decide"),
     **_SANDBOX,
-    "enable_resource_pool": Only((False,), _OWN_RANKS),
     "reward_kwargs.max_resp_len": SameAs("data.max_response_length"),
     "nccl_timeout": Ignored("trainer.collective_timeout decides"),
-    **each("n_gpus_per_node nnodes", Ignored(_OWN_RANKS)),
+    **each("enable_resource_pool n_gpus_per_node nnodes", Ignored(_OWN_RANKS)),
     **each("reward_loop_source reward_loop_module_path reward_loop_class_name", Only((), _NO_MANAGER)),
     **each("micro_batch_size micro_batch_size_per_gpu use_dynamic_bsz", Ignored(BUDGET)),
 }
@@ -382,7 +411,10 @@ _DATA: dict[str, Alias] = {
         Ignored("prompts are read once, at the start"),
     ),
     **each("image_key video_key audio_key image_patch_size return_multi_modal_inputs", Ignored(_TEXT)),
-    **each("custom_cls.path sampler.class_path datagen.path", Only((), "prompts come from JSONL and parquet files")),
+    **each(
+        "custom_cls.path sampler.class_path datagen.path",
+        Only((), "there is no loading of verl's data set classes; prompts come from JSONL and parquet files"),
+    ),
     **each("custom_cls.name sampler.class_name datagen.name", Ignored("it belongs to a file that is given")),
 }
 
@@ -391,7 +423,7 @@ _ALGORITHM: dict[str, Alias] = {
     "gdpo_reward_weights": Renamed("algorithm.options.gdpo.weights"),
     "norm_adv_by_std_in_grpo": Renamed("algorithm.norm_adv_by_std"),
     "lam": Renamed("algorithm.gae_lambda"),
-    "use_pf_ppo": Only((False,), "rollouts are not drawn again by their rewards"),
+    "use_pf_ppo": Only((False,), "there is no drawing of rollouts by their rewards (PF-PPO)"),
     "filter_groups.enable": Renamed("algorithm.dynamic_sampling"),
     "filter_groups.max_num_gen_batches": Renamed("algorithm.max_sampling_rounds", ((0, 1_000_000),)),
     "filter_groups.metric": Renamed(
@@ -399,12 +431,14 @@ _ALGORITHM: dict[str, Alias] = {
     ),
     "filter_groups.max_inflight_gen_batches": Ignored("a round draws as many prompts as are missing"),
     "rollout_correction.rollout_is_batch_normalize": Renamed("algorithm.importance_normalize"),
-    "rollout_correction.rollout_rs": Only((), "set algorithm.reject_sequence_above or a mask mode"),
+    **each(
+        "rollout_correction.rollout_rs rollout_correction.rollout_token_veto_threshold",
+        Only((), "there is no rejection by rollout_rs; see algorithm.reject_sequence_above and the mask modes"),
+    ),
     **each(
         "rollout_correction.rollout_rs_threshold rollout_correction.rollout_rs_threshold_lower",
         Ignored("it belongs to rollout_rs"),
     ),
-    "rollout_correction.rollout_token_veto_threshold": Only((), "set algorithm.reject_sequence_above"),
 }
 
 _TRAINER: dict[str, Alias] = {
@@ -429,11 +463,11 @@ _TRAINER: dict[str, Alias] = {
         "del_local_ckpt_after_load max_critic_ckpt_to_keep max_ref_ckpt_to_keep",
         Ignored("checkpoint.keep_last decides for all roles"),
     ),
-    "max_actor_ckpt_to_keep": Renamed("checkpoint.keep_last"),
+    **each("max_actor_ckpt_to_keep max_ckpt_to_keep", Renamed("checkpoint.keep_last")),
 }
 
 _SECTIONS: dict[str, dict[str, Alias]] = {
-    "actor_rollout_ref.model": _MODEL,
+    "actor_rollout_ref.model": MODEL,
     "actor_rollout_ref.actor": _ACTOR,
     "actor_rollout_ref.rollout": _ROLLOUT,
     "actor_rollout_ref.ref": _REF,
@@ -447,7 +481,11 @@ _SECTIONS: dict[str, dict[str, Alias]] = {
 
 ALIASES: Mapping[str, Alias] = {
     "model_engine": Ignored(FSDP),
-    "distillation.enabled": Only((False,), "set teachers.NAME.path and algorithm.distillation"),
+    "distillation.enabled": Only(
+        (False,),
+        "there is no distillation loss like verl's, clamped or over the top k alone; see teachers.NAME.path and "
+        "algorithm.distillation",
+    ),
     **{
         f"skip.{place}.enable": Only((False,), "rollouts are made in every step")
         for place in ("rollout", "rollout_tq", "async_rollout")
@@ -464,6 +502,7 @@ PATTERNS: Mapping[str, Ignored | Only] = {
     **each("ray_init.* ray_kwargs.*", Ignored("there is no Ray in a run")),
     **each("hydra.* *@*", Ignored("it chooses files of verl's defaults, which compat has")),
     "async_training.*": Ignored("it belongs to other ways of sharing ranks"),
+    **each("*.engine.impl_cfg.* *.engine.attention_*", Ignored(FUSED)),
     "actor_rollout_ref.actor.engine.*": Only((), "name the layout as verl does for Megatron, in actor.megatron"),
     "trainer.v1.*": Ignored("it belongs to other trainer modes"),
     "skip.*": Ignored("it belongs to what is skipped"),
@@ -473,7 +512,8 @@ PATTERNS: Mapping[str, Ignored | Only] = {
     **each("*.qat.* actor_rollout_ref.rollout.qat", Ignored("it belongs to qat.enable")),
     **each("*.router_replay.*", Ignored("routes are not kept in files")),
     **each("*.veomni.* *.torchtitan.* *.fsdp.*", Ignored(FSDP)),
-    **each("*.pad_to_length* *.entropy_from_logits_* *.entropy_checkpointing", Ignored(_PACKED)),
+    **each("*.pad_to_length* *.entropy_from_logits_* *.entropy_checkpointing", Ignored(PACKED)),
+    "actor_rollout_ref.ref.megatron.*": Ignored(_REFERENCE),
     "*.override_transformer_config.*": Only((), "shapes come from config.json"),
     "actor_rollout_ref.ref.optim.*": Ignored(_REFERENCE),
     "*.optim.override_optimizer_config.*": Ignored("offload_optimizer of the role decides"),
@@ -483,10 +523,10 @@ PATTERNS: Mapping[str, Ignored | Only] = {
     "actor_rollout_ref.rollout.checkpoint_engine.*": Ignored("the section hybrid decides how weights move"),
     **each("reward.reward_model.rollout.* reward_model.rollout.*", Ignored("its forward passes are the trainer's")),
     "data.mm_processor_kwargs.*": Ignored(_TEXT),
+    "*reward_kwargs.*": Only((), "there is no passing of arguments to reward functions; write them into the function"),
     "transfer_queue.*": Ignored("samples stay in the processes that made them"),
     "*.checkpoint.*": Ignored("trainer.save_freq decides what is written and when"),
     "*.fsdp_config.*": Ignored(FSDP),
-    "actor_rollout_ref.ref.megatron.*": Ignored(_REFERENCE),
     "*.gradient_checkpointing_kwargs.*": Ignored("recompute_granularity decides"),
     "actor_rollout_ref.model.fused_kernel_options.*": Ignored(FUSED),
     "actor_rollout_ref.actor.policy_loss.*": Ignored("it belongs to losses that are not served"),

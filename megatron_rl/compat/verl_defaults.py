@@ -50,7 +50,7 @@ DEPENDENT = (
     ("algorithm.filter_groups.max_num_gen_batches", 0, "algorithm.filter_groups.enable"),
 )
 # verl's own files, whose content DEFAULTS has, and the program that each belongs to.
-_OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer", "legacy_reward_impl")
+_OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer", "legacy_reward_impl", "sft_trainer_engine")
 _WITHOUT_CRITIC = {name for pair in ESTIMATORS for name in pair} - {"gae"}
 _OUR_SECTIONS = ("actor.", "agents.", "schedule.", "hybrid.", "layout.", "placement.", "reference.", "teachers.")
 _FLAGS = {"--config-path": "path", "-cp": "path", "--config-dir": "path", "--config-name": "name", "-cn": "name"}
@@ -182,4 +182,6 @@ def _read_entry(entry: Any, path: Path, source: str, mistakes: Mistakes, depth: 
 
 
 def _choose_engine(name: str, source: str) -> list[Setting]:
+    if "sft" in name:
+        return [Setting("engine", "fsdp", source, RECIPE)]
     return [Setting("model_engine", "megatron" if "megatron" in name else "dp", source, RECIPE)]

@@ -251,7 +251,7 @@ def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
 def _without_empty_sections(settings: list[Setting], mistakes: Mistakes) -> list[Setting]:
     sections = {*(name.rpartition(".")[0] for name in list_fields()), TEACHERS, PREFIX}
     for setting in settings:
-        if setting.name in sections and setting.value is not None:
+        if setting.name in sections and setting.value not in (None, "hf_model"):  # a file of verl's
             error = UserError(
                 f"the section {setting.name!r} has the value {setting.value!r}",
                 source=setting.source,
