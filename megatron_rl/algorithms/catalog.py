@@ -180,7 +180,7 @@ def plan_old_logprobs(config: RunConfig, estimator: RegisteredEstimator) -> str:
         raise UserError(
             f"algorithm.importance_sampling = 'bypass', and {reader}",
             source="algorithm.importance_sampling",
-            expected="one optimizer step for each pass over the samples, and nothing that reads old_logprobs before",
+            expected="one optimizer step for each pass: there is no bypass where something reads old_logprobs before",
             hint="set algorithm.importance_sampling=token-truncate, which corrects by weights of its own",
         )
     return reader

@@ -115,7 +115,7 @@ def translate(
     elif is_verl:
         verl_defaults.add_defaults(latest)
     translated: list[Setting] = []
-    notes: list[str] = []
+    notes = ["read as names of verl's SFT trainer: launch/pretrain_sft.py trains with them"] if is_sft else list[str]()
     for group in groups:
         parts = {name: latest.pop(name) for name in group.names if name in latest}
         reads = {name: latest[name] for name in group.reads if name in latest}

@@ -16,8 +16,10 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+import yaml
+
 from megatron_rl.compat.kinds import AliasGroup, Combined, Parts, look_up, note, put, read_boolean, same
-from megatron_rl.config.schema import ActorConfig, CriticConfig, DataConfig
+from megatron_rl.config.schema import ActorConfig, CriticConfig, DataConfig, LayoutConfig
 from megatron_rl.config.sources import ASSUMED, COMMAND_LINE, Setting, describe
 from megatron_rl.types import UserError
 
@@ -241,9 +243,14 @@ def _reward_model_group(enable: str, path: str) -> AliasGroup:
                 hint=f"give {path}",
             )
         yield replace(given, name="reward_model.path")
+        lengths = [parts[name].value for name in (_PROMPT, _RESPONSE) if name in parts]
+        budget = max(LayoutConfig.max_tokens_per_microbatch, sum(one for one in lengths if isinstance(one, int)))
+        yield put(switch, "reward_model.max_tokens_per_microbatch", budget, layer=ASSUMED)
         yield put(switch, "reward.components", ["1.0 model"], weak=True)
 
-    return AliasGroup((enable, path), "reward_model.path and the reward source 'model'", combine, reads=_REWARD_FILES)
+    return AliasGroup(
+        (enable, path), "reward_model.path and the reward source 'model'", combine, (*_REWARD_FILES, _PROMPT, _RESPONSE)
+    )
 
 
 def _combine_overlong(parts: Parts) -> Combined:
@@ -529,14 +536,15 @@ def betas_group(optim: str, role: str) -> AliasGroup:
 
     def combine(parts: Parts) -> Combined:
         given = parts[name]
-        if not isinstance(given.value, list) or len(given.value) != 2:
+        betas = yaml.safe_load(given.value) if isinstance(given.value, str) else given.value  # a quoted list
+        if not isinstance(betas, list) or len(betas) != 2:
             raise UserError(
                 f"{name} = {given.value!r}",
                 source=given.source,
                 expected="two numbers",
                 hint=f"set {role}.adam_beta1 and {role}.adam_beta2",
             )
-        for i, beta in enumerate(given.value, start=1):
+        for i, beta in enumerate(betas, start=1):
             yield put(given, f"{role}.adam_beta{i}", beta)
 
     return AliasGroup((name,), f"{role}.adam_beta1 and {role}.adam_beta2", combine)
@@ -562,7 +570,7 @@ def rate_group(optim: str, role: str) -> AliasGroup:
         if least in parts and parts[least].value:
             default = (CriticConfig if role == "critic" else ActorConfig).lr
             peak = parts[f"{optim}.lr"].value if f"{optim}.lr" in parts else default
-            yield put(parts[least], f"{role}.min_lr", float(parts[least].value) * float(peak))
+            yield put(parts[least], f"{role}.min_lr", float(f"{float(parts[least].value) * float(peak):.9g}"))
         given = parts.get(steps)
         if given is not None and given.value is not None:
             if any(name in parts and parts[name].value != "constant" for name in styles):

@@ -40,8 +40,8 @@ _TRANSFORMER: dict[str, Alias] = {
         "moe_token_dispatcher_type moe_enable_deepep moe_shared_expert_overlap",
         Ignored("tokens reach their experts by all-to-all"),
     ),
-    "moe_router_dtype": Only(("fp32",), "routers compute in float32"),
-    "moe_router_load_balancing_type": Only(("none",), "routers have no auxiliary loss"),
+    "moe_router_dtype": Only(("fp32",), "there is no router in another type than float32"),
+    "moe_router_load_balancing_type": Only(("none",), "there is no auxiliary loss"),
     **each("moe_aux_loss_coeff moe_z_loss_coeff dsa_indexer_loss_coeff", Only((0,), "there is no auxiliary loss")),
     "moe_router_enable_expert_bias": Ignored("config.json decides whether routers have biases"),
     **each(
@@ -95,7 +95,9 @@ def megatron_names(role: str) -> dict[str, Alias]:
         ),
         "megatron.override_transformer_config.sequence_parallel": SameAs(f"{role}.sequence_parallel"),
         "megatron.use_megatron_fsdp": Ignored(FSDP),
-        "megatron.dynamic_context_parallel": Only((False,), "the ranks that share a sequence are fixed"),
+        "megatron.dynamic_context_parallel": Only(
+            (False,), "there is no context parallelism that changes with the sequence"
+        ),
         **each("megatron.max_seqlen_per_dp_cp_rank megatron.pad_bshd_to_minibatch_max", Ignored(PACKED)),
         **each(
             "megatron.dist_ckpt_optim_fully_reshardable megatron.distrib_optim_fully_reshardable_mem_efficient",
@@ -129,7 +131,7 @@ def lora_names(role: str) -> dict[str, Alias]:
     renamed: dict[str, Alias] = {name: Renamed(f"{role}.lora.{leaf}") for name, leaf in names.items()}
     return renamed | {
         "exclude_modules": Only((), f"name the matrices that get adapters in {role}.lora.target_modules"),
-        "lora.dropout": Only((0,), "dropout would make the policy that is trained another one than is sampled from"),
+        "lora.dropout": Only((0,), "there is no dropout, which would train another policy than samples"),
     }
 
 
@@ -150,7 +152,7 @@ def trainable_names(role: str) -> dict[str, Alias]:
             "optim.lr_decay_style optim.lr_scheduler_type optim.lr_scheduler optim.warmup_style optim.decay_type",
             Renamed(f"{role}.lr_decay_style", _LR_STYLE, True),
         ),
-        "optim.num_cycles": Only((0.5,), "a cosine decay is half a period"),
+        "optim.num_cycles": Only((0.5,), "there is no cosine decay but half a period"),
         **each("optim.lr_wsd_decay_style optim.lr_wsd_decay_steps", Ignored("there is no such schedule")),
         "optim.weight_decay": Renamed(f"{role}.weight_decay"),
         **each(
@@ -169,7 +171,7 @@ def trainable_names(role: str) -> dict[str, Alias]:
         "optim.total_training_steps": Ignored("it follows from the batch plan"),
         "optim.use_checkpoint_opt_param_scheduler": Ignored("schedules come from the config"),
         "optim.zero_indexed_step": Ignored("a step of the warm-up is one optimizer step"),
-        "shuffle": Only((False,), "minibatches keep the order of the rollouts"),
+        "shuffle": Only((False,), "there is no shuffling of minibatches"),
         "data_loader_seed": Ignored("trainer.seed decides"),
         "ppo_micro_batch_size": Ignored(BUDGET),
         **each(
@@ -190,6 +192,7 @@ def trainable_names(role: str) -> dict[str, Alias]:
 _RUNS = "torchrun decides the number of ranks; a dry run plans for as many as this says"
 _TRACKING = "metrics go to metrics.jsonl and TensorBoard; observability.wandb=online sends them to W&B too"
 _REFERENCE = "the reference model has the layout of the actor"
+_NO_REUSE = "there is no reuse of rollouts, which are made in every step"
 _ENGINE = "the engine decides"
 _TEXT = "prompts are text"
 _REMOTE_CODE = "code of a model directory is never run; a family that needs it is refused"
@@ -271,7 +274,7 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
     "prompt_length": SameAs("data.max_prompt_length"),
     "response_length": SameAs("data.max_response_length"),
     "do_sample": Only((True,), "rollouts are sampled"),
-    "ignore_eos": Only((False,), "a response ends with its EOS"),
+    "ignore_eos": Only((False,), "there is no sampling beyond the EOS"),
     "max_model_len": Ignored("it follows from the longest prompt and response"),
     "dtype": Ignored("the engine takes model.dtype"),
     "load_format": Ignored("the engine takes the weights of the actor"),
@@ -281,9 +284,9 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
     "quantization": Renamed("rollout.quantization", ((None, "none"), (False, "none"), ("fp8", "fp8")), closed=True),
     "repetition_penalty": Only((1.0,), "there is no repetition penalty; training scores a token by itself"),
     "use_fire_sampling": Only((False,), "there is no FIRE sampling"),
-    "over_sample_rate": Only((0,), "every response is waited for"),
-    "skip_rollout": Only((False,), "rollouts are made in every step"),
-    "chat_scheduler": Only((), "a prompt gets one response"),
+    "over_sample_rate": Only((0,), "there is no over-sampling; every response is waited for"),
+    "skip_rollout": Only((False,), _NO_REUSE),
+    "chat_scheduler": Only((), "there is no chat scheduler; see docs/agents.md"),
     "calculate_log_probs": Ignored("the engine's log-probs are always measured against the actor's"),
     "update_weights_bucket_megabytes": Ignored("hybrid.bucket_bytes decides"),
     "multi_turn.enable": Only((False,), f"{_CLASSES}: agents.environment, agents.tools or agents.program"),
@@ -319,7 +322,7 @@ _REF: dict[str, Alias] = {
     "model": Only((), "give the reference's directory in reference.path"),
     "model.path": Renamed("reference.path"),
     **each("fsdp_config.param_offload megatron.param_offload veomni.param_offload", Renamed("reference.offload")),
-    "sync_actor": Only((False,), "the reference stays as it is"),
+    "sync_actor": Only((False,), "there is no mixing of the actor into the reference; see reference.reset_every"),
     **each(
         "strategy model_engine rollout_n ulysses_sequence_parallel_size use_torch_compile "
         "entropy_from_logits_with_chunking entropy_checkpointing load_weight sync_actor_alpha sync_steps",
@@ -333,8 +336,10 @@ MODEL: dict[str, Alias] = {
     "path": Renamed("model.path"),
     "enable_gradient_checkpointing": Renamed("actor.recompute_granularity", CHECKPOINTING, closed=True),
     "trust_remote_code": Ignored(_REMOTE_CODE),
-    "external_lib": Only((), "code is added with algorithm.plugins and reward.function"),
-    "custom_chat_template": Only((), "the tokenizer's own chat template is used"),
+    "external_lib": Only(
+        (), "there is no loading of external_lib; code is added with algorithm.plugins and reward.function"
+    ),
+    "custom_chat_template": Only((), "there is no chat template but the tokenizer's own"),
     **lora_names("actor"),
     "use_remove_padding": Ignored(PACKED),
     "use_shm": Ignored("weights are read by the ranks that need them"),
@@ -343,7 +348,9 @@ MODEL: dict[str, Alias] = {
         "return_last_hidden_state override_config.attn_implementation use_liger use_fused_kernels use_fused_loss",
         Ignored(FUSED),
     ),
-    "override_config.moe_config.freeze_moe_router": Only((False,), "all weights are trained"),
+    "override_config.moe_config.freeze_moe_router": Only(
+        (False,), "there is no freezing of routers; all weights are trained"
+    ),
     **each("hf_config_path tokenizer_path", Only((), "one directory has the model; give model.tokenizer")),
     **each(
         "override_config.max_position_embeddings override_config.model_config.max_position_embeddings",
@@ -398,13 +405,13 @@ _DATA: dict[str, Alias] = {
     "val_files": Renamed("data.validation_files"),
     "val_batch_size": Ignored("the prompts of a validation set are generated together"),
     "val_max_samples": Renamed("data.validation_limit", ((-1, None),)),
-    "train_max_samples": Only((-1,), "all training prompts are used"),
+    "train_max_samples": Only((-1,), "there is no limit of the training prompts"),
     "tokenizer": Renamed("model.tokenizer"),
     "seed": Renamed("trainer.seed"),
     "gen_batch_size": Ignored("dynamic sampling generates as many prompts as are missing"),
     "return_raw_chat": Ignored("the chat template is applied when the prompts are read"),
     "trust_remote_code": Ignored(_REMOTE_CODE),
-    "validation_shuffle": Only((False,), "validation prompts keep their order"),
+    "validation_shuffle": Only((False,), "there is no shuffling of validation prompts"),
     **each("tool_config_path function_tool_path", Only((), f"{_CLASSES}: agents.tools")),
     **each(
         "return_raw_input_ids return_full_prompt filter_overlong_prompts_workers use_shm dataloader_num_workers",
@@ -450,7 +457,7 @@ _TRAINER: dict[str, Alias] = {
     "device": Ignored("the device is found at start"),
     "balance_batch": Ignored("batches are always balanced over the DP ranks"),
     "logger": Ignored(_TRACKING),
-    "default_hdfs_dir": Only((), "files are written to trainer.run_dir"),
+    "default_hdfs_dir": Only((), "there is no writing to HDFS; files are written to trainer.run_dir"),
     **each("use_legacy_worker_impl use_v1", Ignored(MEGATRON)),
     "v1.trainer_mode": Only(("sync",), "set schedule.max_staleness and placement.rollout"),
     "tensorboard_dir": Ignored("TensorBoard files are in trainer.run_dir"),
@@ -486,10 +493,7 @@ ALIASES: Mapping[str, Alias] = {
         "there is no distillation loss like verl's, clamped or over the top k alone; see teachers.NAME.path and "
         "algorithm.distillation",
     ),
-    **{
-        f"skip.{place}.enable": Only((False,), "rollouts are made in every step")
-        for place in ("rollout", "rollout_tq", "async_rollout")
-    },
+    **{f"skip.{place}.enable": Only((False,), _NO_REUSE) for place in ("rollout", "rollout_tq", "async_rollout")},
     **_SANDBOX,
     "actor_rollout_ref.nccl_timeout": Ignored("trainer.collective_timeout decides"),
     **{f"{section}.{name}": alias for section, names in _SECTIONS.items() for name, alias in names.items()},
