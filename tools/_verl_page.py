@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from megatron_rl.compat import sft_names
 from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs
 from megatron_rl.compat.name_groups import GROUPS
 from megatron_rl.compat.name_tables import ALIASES, PATTERNS
@@ -37,6 +40,19 @@ only this program has (`actor`, `schedule`, ...), and names the policy by verl's
 `trainer.default_local_dir`) and `rollout.enforce_eager` keep this program's defaults.
 
 | verl | default | |
+|---|---|---|
+"""
+_SFT = """
+## Fine-tuning
+
+Names of verl's SFT trainer, for `launch/pretrain_sft.py`; `optim.*`, `engine.*` and `model.*` are the actor's besides.
+A recipe has them if it has `optim.*`, `engine.*`, `data.messages_key` or `model.partial_pretrain`.
+
+| verl | here |
+|---|---|
+"""
+_SFT_DEFAULTS = """
+| verl | default | with |
 |---|---|---|
 """
 _UNDERSTOOD = """
@@ -107,7 +123,33 @@ def format_page() -> str:
         + _rows(accepted)
         + _IGNORED
         + _rows(ignored)
+        + _SFT
+        + _rows(_list_sft_names())
+        + _SFT_DEFAULTS
+        + _rows(_list_sft_defaults())
     )
+
+
+def _list_sft_names() -> Iterable[tuple[str, str]]:
+    for name, alias in sft_names.ALIASES.items():
+        if name.startswith(("optim.", "engine.", "model.")) and not name.startswith("model.partial"):
+            continue
+        if isinstance(alias, Renamed):
+            yield f"`{name}`", f"`{alias.target}`"
+        elif isinstance(alias, Only):
+            yield f"`{name}`", f"{', '.join(f'`{render(value)}`' for value in alias.allowed)} only: {alias.reason}"
+        elif isinstance(alias, Ignored):
+            yield f"`{name}`", f"ignored: {alias.reason}"
+    for group in sft_names.GROUPS:
+        yield ", ".join(f"`{name}`" for name in group.names), group.meaning
+
+
+def _list_sft_defaults() -> Iterable[tuple[str, str, str]]:
+    for name, value in sft_names.DEFAULTS.items():
+        yield f"`{name}`", f"`{render(value)}`", ""
+    for optimizer, changes in sft_names.OF_OPTIMIZER.items():
+        for name, value in changes.items():
+            yield f"`{name}`", f"`{render(value)}`", f"`optim={optimizer}`" if optimizer else "`model.partial_pretrain`"
 
 
 def _describe_values(alias: Renamed) -> str:
@@ -120,5 +162,5 @@ def _describe_values(alias: Renamed) -> str:
     return ", ".join(pairs) + ("; others are refused" if alias.closed else "")
 
 
-def _rows(rows: list[tuple[str, ...]]) -> str:
+def _rows(rows: Iterable[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)

@@ -383,19 +383,6 @@ def _read_count(parts: Parts, name: str, default: float) -> Any:
     return value
 
 
-_NAME, _ENDPOINTS = "actor_rollout_ref.rollout.name", "rollout.server.endpoints"
-
-
-def _combine_engine(parts: Parts) -> Combined:
-    """Translate the engine; SGLang's environment is the one that launch/setup_sglang.sh makes."""
-    given = parts[_NAME]
-    if given.value is not None:
-        engines = [(name, name) for name in ("vllm", "sglang", "hf")]
-        yield look_up(given, "rollout.engine", engines, "set rollout.engine instead, see --help")
-    if given.value == "sglang" and _ENDPOINTS not in parts:
-        yield put(given, "rollout.server.python", ".venv-sglang/bin/python", layer=ASSUMED)
-
-
 _MTP = "actor_rollout_ref.model.mtp"
 _MTP_TRAIN, _MTP_ALONE, _ACTOR_RATE = f"{_MTP}.enable_train", f"{_MTP}.detach_encoder", f"{_ACTOR}.optim.lr"
 
@@ -406,12 +393,9 @@ def _combine_mtp(parts: Parts) -> Combined:
     if train is None or not read_boolean(train):
         return
     if _MTP_ALONE not in parts or not read_boolean(parts[_MTP_ALONE]):
-        raise UserError(
-            f"{_MTP_TRAIN} = true without {_MTP_ALONE} = true is not supported",
-            source=train.source,
-            expected="true: there is no MTP loss that reaches the policy; actor.mtp_lr trains that layer alone",
-            hint=f"set {_MTP_ALONE}=true",
-        )
+        found, hint = f"{_MTP_TRAIN} = true without {_MTP_ALONE} = true", f"set {_MTP_ALONE}=true"
+        expected = "true: there is no MTP loss that reaches the policy; actor.mtp_lr trains that layer alone"
+        raise UserError(found, source=train.source, expected=expected, hint=hint)
     rate = parts[_ACTOR_RATE].value if _ACTOR_RATE in parts else ActorConfig.lr
     yield put(train, "actor.mtp_lr", rate)
     yield f"read as actor.mtp_lr={rate}: AdamW's step is the same with any mtp_loss_scaling_factor"
@@ -538,12 +522,8 @@ def betas_group(optim: str, role: str) -> AliasGroup:
         given = parts[name]
         betas = yaml.safe_load(given.value) if isinstance(given.value, str) else given.value  # a quoted list
         if not isinstance(betas, list) or len(betas) != 2:
-            raise UserError(
-                f"{name} = {given.value!r}",
-                source=given.source,
-                expected="two numbers",
-                hint=f"set {role}.adam_beta1 and {role}.adam_beta2",
-            )
+            hint = f"set {role}.adam_beta1 and {role}.adam_beta2"
+            raise UserError(f"{name} = {given.value!r}", source=given.source, expected="two numbers", hint=hint)
         for i, beta in enumerate(betas, start=1):
             yield put(given, f"{role}.adam_beta{i}", beta)
 
@@ -559,12 +539,8 @@ def rate_group(optim: str, role: str) -> AliasGroup:
         counts = [parts[name] for name in (warmup, share) if name in parts and parts[name].value is not None]
         chosen = next((one for one in counts if one.name == share or one.value != -1), None)
         if chosen is not None and chosen.name == share and not 0 <= _read_count(parts, share, 0) < 1:
-            raise UserError(
-                f"{share} = {chosen.value!r}",
-                source=chosen.source,
-                expected="a share of the steps, below 1",
-                hint=f"give the warm-up in steps: {role}.lr_warmup_steps",
-            )
+            hint, expected = f"give the steps: {role}.lr_warmup_steps", "a share of the steps, below 1"
+            raise UserError(f"{share} = {chosen.value!r}", source=chosen.source, expected=expected, hint=hint)
         if counts:
             yield put(chosen or counts[0], f"{role}.lr_warmup_steps", 0 if chosen is None else chosen.value)
         if least in parts and parts[least].value:
@@ -574,12 +550,8 @@ def rate_group(optim: str, role: str) -> AliasGroup:
         given = parts.get(steps)
         if given is not None and given.value is not None:
             if any(name in parts and parts[name].value != "constant" for name in styles):
-                raise UserError(
-                    f"{steps} = {given.value!r} is not supported",
-                    source=given.source,
-                    expected="null: there is no decay that ends before the run",
-                    hint=f"remove {steps}",
-                )
+                expected, found = "null: there is no decay that ends before the run", f"{steps} = {given.value!r}"
+                raise UserError(found, source=given.source, expected=expected, hint=f"remove {steps}")
             yield note(given, "the learning rate is constant")
 
     return AliasGroup(
@@ -676,13 +648,6 @@ GROUPS: tuple[AliasGroup, ...] = (
         "placement.actor, placement.reference and placement.rollout",
         _combine_async,
         reads=(*_TRAINER_RANKS, _MINI_BATCH, "data.train_batch_size"),
-    ),
-    AliasGroup(
-        (_NAME,),
-        "rollout.engine: vllm, sglang (rollout.server.python: .venv-sglang/bin/python), hf",
-        _combine_engine,
-        reads=(_ENDPOINTS,),
-        targets={_NAME: "rollout.engine"},
     ),
     AliasGroup((_MTP_TRAIN, _MTP_ALONE), "actor.mtp_lr, the actor's rate", _combine_mtp, reads=(_ACTOR_RATE,)),
     AliasGroup((_REWARD_KEY,), "reward.rule=by_data_source, unless the recipe has another rule", _combine_reward_key),

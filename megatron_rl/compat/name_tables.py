@@ -15,7 +15,7 @@ from megatron_rl.compat.kinds import Alias, Ignored, Only, Renamed, SameAs, each
 from megatron_rl.compat.name_groups import AGGREGATIONS
 from megatron_rl.config.schema import LayoutConfig
 
-OFF = ((-1, 0),)
+OFF, ONE = ((-1, 0),), ((1, None),)
 BUDGET = "max_tokens_per_microbatch bounds every forward pass"
 MEGATRON = "the models run on megatron-core"
 FSDP = f"{MEGATRON}; zero_stage=3 of a role shares its weights as FSDP does"
@@ -55,7 +55,6 @@ _TRANSFORMER: dict[str, Alias] = {
     "fp8_recipe": Ignored("it belongs to fp8"),
     "dsa_indexer_use_sparse_loss": Ignored("it belongs to dsa_indexer_loss_coeff"),
 }
-_MAY_LACK = ("virtual_pipeline_model_parallel_size",)  # one chunk is what there is without the setting
 # Names of Megatron-Lite's layout; AutoModel's have "_size" behind them.
 _SHORT = {
     "tp": "tensor_model_parallel_size",
@@ -73,10 +72,7 @@ def megatron_names(role: str) -> dict[str, Alias]:
     short = {f"{short}{end}": leaf for short, leaf in _SHORT.items() for end in ("", "_size")}
     return {
         **{f"megatron.{leaf}": Renamed(f"{role}.{leaf}") for leaf in LAYOUT_LEAVES},
-        **{
-            f"engine.{name}": Renamed(f"{role}.{leaf}", ((1, None),) * (leaf in _MAY_LACK))
-            for name, leaf in short.items()
-        },
+        **{f"engine.{name}": Renamed(f"{role}.{leaf}", ONE if name == "vpp" else ()) for name, leaf in short.items()},
         **each("megatron.use_mbridge megatron.vanilla_mbridge", Ignored("weights are converted by this package")),
         **each(
             "megatron.use_dist_checkpointing megatron.dist_checkpointing_path megatron.dist_checkpointing_prefix",
@@ -106,11 +102,7 @@ def megatron_names(role: str) -> dict[str, Alias]:
         "megatron.use_remove_padding": Ignored(PACKED),
         **each("megatron.qat.enable fsdp_config.qat.enable qat.enable", Only((False,), _NO_QAT)),
         **{f"megatron.override_transformer_config.{leaf}": alias for leaf, alias in _TRANSFORMER.items()},
-        **each(
-            "fsdp_config.param_offload fsdp.param_offload megatron.param_offload veomni.param_offload "
-            "engine.param_offload",
-            Ignored(_SHARED),
-        ),
+        **each("megatron.param_offload engine.param_offload", Ignored(_SHARED)),
         **each("strategy model_engine", Ignored(FSDP)),
         "fsdp_config.reshard_after_forward": Renamed(f"{role}.zero_stage", STAGES, closed=True),
         "load_weight": Only((True,), "weights are always read"),
@@ -169,7 +161,6 @@ def trainable_names(role: str) -> dict[str, Alias]:
             Ignored("the optimizer is megatron-core's AdamW, with float32 states"),
         ),
         "optim.total_training_steps": Ignored("it follows from the batch plan"),
-        "optim.use_checkpoint_opt_param_scheduler": Ignored("schedules come from the config"),
         "optim.zero_indexed_step": Ignored("a step of the warm-up is one optimizer step"),
         "shuffle": Only((False,), "there is no shuffling of minibatches"),
         "data_loader_seed": Ignored("trainer.seed decides"),
@@ -226,10 +217,6 @@ _ACTOR: dict[str, Alias] = trainable_names("actor") | {
     "use_torch_compile": Ignored("the actor is not compiled"),
     "use_fused_kernels": Ignored(FUSED),
     "use_remove_padding": Ignored(PACKED),
-    **each(
-        "entropy_from_logits_with_chunking entropy_checkpointing",
-        Ignored("log-probs and entropy are computed in chunks"),
-    ),
     "freeze_vision_tower": Ignored(_TEXT),
     "checkpoint.async_save": Renamed("checkpoint.async_save"),
     **each(
@@ -242,12 +229,6 @@ _CRITIC: dict[str, Alias] = trainable_names("critic") | {
     "model.path": Renamed("critic.path"),
     **{f"model.{name}": alias for name, alias in lora_names("critic").items()},
     "model.enable_gradient_checkpointing": Renamed("critic.recompute_granularity", CHECKPOINTING, closed=True),
-    "model.use_remove_padding": Ignored(PACKED),
-    "model.tokenizer_path": Ignored("the critic reads the policy's tokens"),
-    **each(
-        "model.fsdp_config.param_offload fsdp.param_offload megatron.param_offload",
-        Ignored("critic weights stay on the device"),
-    ),
     "model.fsdp_config.optimizer_offload": Renamed("critic.offload_optimizer"),
     **each(
         "model.fsdp_config.reshard_after_forward fsdp.reshard_after_forward",
@@ -266,6 +247,7 @@ _CRITIC: dict[str, Alias] = trainable_names("critic") | {
 
 _SAME_NAMES = "n temperature top_p tensor_model_parallel_size gpu_memory_utilization enforce_eager max_num_seqs"
 _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME_NAMES.split()} | {
+    "name": Renamed("rollout.engine", (("vllm", "vllm"), ("sglang", "sglang"), ("hf", "hf")), closed=True),
     "top_k": Renamed("rollout.top_k", ((0, -1),)),
     "mode": Ignored("rollout and training alternate in one program"),
     "val_kwargs.n": Renamed("rollout.validation_n"),
@@ -324,12 +306,11 @@ _REF: dict[str, Alias] = {
     **each("fsdp_config.param_offload megatron.param_offload veomni.param_offload", Renamed("reference.offload")),
     "sync_actor": Only((False,), "there is no mixing of the actor into the reference; see reference.reset_every"),
     **each(
-        "strategy model_engine rollout_n ulysses_sequence_parallel_size use_torch_compile "
-        "entropy_from_logits_with_chunking entropy_checkpointing load_weight sync_actor_alpha sync_steps",
+        "strategy model_engine rollout_n ulysses_sequence_parallel_size use_torch_compile load_weight sync_actor_alpha "
+        "sync_steps",
         Ignored(_REFERENCE),
     ),
     **_LOG_PROB_BATCHES,
-    **{f"megatron.{leaf}": Ignored(_REFERENCE) for leaf in (*LAYOUT_LEAVES, "sequence_parallel")},
 }
 
 MODEL: dict[str, Alias] = {
@@ -383,9 +364,6 @@ _REWARD: dict[str, Alias] = {
 }
 _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
     "model.fsdp_config.reshard_after_forward": Renamed("reward_model.zero_stage", STAGES, closed=True),
-    "model.input_tokenizer": Ignored("the reward model reads the policy's tokens"),
-    "model.use_remove_padding": Ignored(PACKED),
-    "model.trust_remote_code": Ignored(_REMOTE_CODE),
     **each("model.fsdp_config.param_offload megatron.param_offload", Renamed("reward_model.offload")),
     **each("megatron.grad_offload megatron.optimizer_offload", Ignored("this role has no optimizer")),
     "forward_max_token_len_per_gpu": Renamed("reward_model.max_tokens_per_microbatch"),
@@ -516,7 +494,9 @@ PATTERNS: Mapping[str, Ignored | Only] = {
     **each("*.qat.* actor_rollout_ref.rollout.qat", Ignored("it belongs to qat.enable")),
     **each("*.router_replay.*", Ignored("routes are not kept in files")),
     **each("*.veomni.* *.torchtitan.* *.fsdp.*", Ignored(FSDP)),
-    **each("*.pad_to_length* *.entropy_from_logits_* *.entropy_checkpointing", Ignored(PACKED)),
+    **each(
+        "*.pad_to_length* *.entropy_from_logits_* *.entropy_checkpointing", Ignored("batches are packed and chunked")
+    ),
     "actor_rollout_ref.ref.megatron.*": Ignored(_REFERENCE),
     "*.override_transformer_config.*": Only((), "shapes come from config.json"),
     "actor_rollout_ref.ref.optim.*": Ignored(_REFERENCE),

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.compat.kinds import Alias, AliasGroup, Combined, Ignored, Only, Parts, Renamed, each, put
 from megatron_rl.compat.name_groups import betas_group, budget_group, lora_group, rate_group, sequence_parallel_group
-from megatron_rl.compat.name_tables import CHECKPOINTING, FSDP, MODEL, PACKED, PATTERNS, trainable_names
+from megatron_rl.compat.name_tables import FSDP, MODEL, PACKED, PATTERNS, trainable_names
 from megatron_rl.config.sources import ASSUMED, Setting
 from megatron_rl.types import UserError
 
@@ -34,21 +34,12 @@ DEFAULTS: Mapping[str, Any] = {
 }
 # Of a value of `optim`, and of the trainer before (its name: ""), where they differ.
 OF_OPTIMIZER: Mapping[str, Mapping[str, Any]] = {
-    "automodel": {
-        "optim.lr": 1e-5,
-        "optim.lr_scheduler_type": "cosine",
-        "optim.init_lr_ratio": 0.1,
-        "optim.min_lr_ratio": 0.01,
-    },
+    "automodel": {"optim.lr": 1e-5, "optim.lr_scheduler_type": "cosine"}
+    | {"optim.init_lr_ratio": 0.1, "optim.min_lr_ratio": 0.01},
     "veomni": {"optim.lr_scheduler_type": "cosine"},
     "torchtitan": {"optim.decay_type": "linear"},
-    "": {
-        "optim.lr": 1e-5,
-        "optim.betas": [0.9, 0.95],
-        "optim.lr_warmup_steps_ratio": 0.1,
-        "optim.lr_scheduler": "cosine",
-        "data.use_dynamic_bsz": False,
-    },
+    "": {"optim.lr": 1e-5, "optim.betas": [0.9, 0.95], "optim.lr_warmup_steps_ratio": 0.1}
+    | {"optim.lr_scheduler": "cosine", "data.use_dynamic_bsz": False},
 }
 _LENGTH, _NO_VALIDATION = "data.max_length", Ignored("fine-tuning has no validation")
 _ENGINES = ("megatron.", "fsdp_config.", "veomni.", "engine.")
@@ -60,7 +51,6 @@ ALIASES: Mapping[str, Alias] = {
     **{f"model.{name}": alias for name, alias in MODEL.items() if name != "path"},
     **each("engine.param_offload engine.grad_offload", Ignored("weights and gradients stay on the device")),
     "engine.optimizer_offload": Ignored("optimizer states stay on the device"),
-    "engine.activation_checkpointing": Renamed("actor.recompute_granularity", CHECKPOINTING, closed=True),
     **each("engine optim model.strategy", Ignored(FSDP)),
     "model.mtp.enable_train": Only((False,), "there is no training of the MTP layer in fine-tuning"),
     "model.partial_pretrain": Renamed("model.path"),
@@ -83,14 +73,10 @@ ALIASES: Mapping[str, Alias] = {
         Ignored("checkpoint.save_optimizer and checkpoint.save_huggingface decide"),
     ),
 }
-_MODEL_SECTION = "actor_rollout_ref.model."
+_RL = "actor_rollout_ref."
 OWN_PATTERNS: Mapping[str, Ignored | Only] = {
     **{name.removeprefix("*."): alias for name, alias in PATTERNS.items() if name.startswith("*.optim.")},
-    **{
-        name.removeprefix("actor_rollout_ref."): alias
-        for name, alias in PATTERNS.items()
-        if name.startswith(_MODEL_SECTION)
-    },
+    **{name.removeprefix(_RL): alias for name, alias in PATTERNS.items() if name.startswith(f"{_RL}model.")},
     "engine.override_transformer_config.*": PATTERNS["*.override_transformer_config.*"],
     **each("engine.* model.fsdp_config.*", Ignored(FSDP)),
     "profiler.*": Ignored("there is nothing to configure about profiling"),
@@ -121,9 +107,8 @@ def _combine_length(parts: Parts) -> Combined:
     """Translate the longest sequence: a conversation may have the tokens of a prompt and a response together."""
     given = parts[_LENGTH]
     if not isinstance(given.value, int) or given.value < 2:
-        raise UserError(
-            f"{_LENGTH} = {given.value!r}", source=given.source, expected="2 tokens or more", hint=f"raise {_LENGTH}"
-        )
+        found = f"{_LENGTH} = {given.value!r}"
+        raise UserError(found, source=given.source, expected="2 tokens or more", hint=f"raise {_LENGTH}")
     yield put(given, "data.max_prompt_length", given.value // 2)
     yield put(given, "data.max_response_length", given.value - given.value // 2)
 

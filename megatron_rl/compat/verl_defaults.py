@@ -73,6 +73,8 @@ def add_defaults(settings: dict[str, Setting]) -> None:
     on_megatron = any(".megatron." in name or setting.value == "megatron" for name, setting in settings.items())
     defaults = {**DEFAULTS, **({} if on_megatron else OF_FSDP)}
     defaults |= {name: value for name, value, other in DEPENDENT if other in settings}
+    if any(one.name == f"{_ROLLOUT}.name" and one.value == "sglang" for one in settings.values()):
+        defaults["rollout.server.python"] = ".venv-sglang/bin/python"  # that launch/setup_sglang.sh makes
     has_critic = _has_critic({name: one.value for name, one in settings.items()})
     for name, value in defaults.items():
         if name.startswith("critic.") and not has_critic:

@@ -103,18 +103,17 @@ def _fit_conversation(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> tuple[
 def _split_conversation(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> list[list[list[int]]]:
     """Return the tokens of each branch, in pieces: context, reply, context, reply, ..."""
     column: list[Any] = row.columns[cfg.prompt_key]
-    calls = [isinstance(one, dict) and one.get("content") is None and bool(one.get("tool_calls")) for one in column]
-    value = [{**one, "content": ""} if is_call else one for one, is_call in zip(column, calls, strict=True)]
-    messages, options = read_messages(value, row, cfg.prompt_key), read_options(row, cfg, read_tools(row))
+    for message in column:
+        if isinstance(message, dict) and message.get("tool_calls") and message.get("content") is None:
+            message["content"] = ""
+    messages, options = read_messages(column, row, cfg.prompt_key), read_options(row, cfg, read_tools(row))
     if "enable_thinking" in row.columns:
         options["enable_thinking"] = row.optional("enable_thinking", bool, True)
     if not isinstance(tokenizer, HuggingFaceTokenizer) or messages[0]["role"] == "assistant":
         raise UserError(
-            "a conversation that begins with the assistant"
-            if isinstance(tokenizer, HuggingFaceTokenizer)
-            else "a conversation, with a sentencepiece tokenizer, which has no chat template",
+            f"a conversation that the {messages[0]['role']} begins, with a {type(tokenizer).__name__}",
             source=row.location,
-            expected="a message before the first reply, and a tokenizer with a chat template",
+            expected="a message before the first reply, and a Hugging Face tokenizer with a chat template",
             hint="correct the row, or give prompts and responses as texts in two columns",
         )
     parts, text = list[list[list[int]]](), ""
@@ -131,6 +130,6 @@ def _split_conversation(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> list
         if not text or not before.startswith(text):
             parts.append([])
             text = ""
-        parts[-1] += [tokenizer.encode_rendered(before[len(text) :]), tokenizer.encode_rendered(after[len(before) :])]
+        parts[-1] += map(tokenizer.encode_rendered, (before[len(text) :], after[len(before) :]))
         text = after
     return parts
