@@ -32,7 +32,7 @@ DEFAULTS: Mapping[str, Any] = {
     "optim.betas": [0.9, 0.999],
     "trainer.total_epochs": 4,
 }
-# Of a value of `optim`, and of the trainer before (its name: ""), where they differ.
+# Of a value of `optim`, and of the trainer before (its name: ""), those that differ.
 OF_OPTIMIZER: Mapping[str, Mapping[str, Any]] = {
     "automodel": {"optim.lr": 1e-5, "optim.lr_scheduler_type": "cosine"}
     | {"optim.init_lr_ratio": 0.1, "optim.min_lr_ratio": 0.01},
@@ -114,7 +114,7 @@ def _combine_length(parts: Parts) -> Combined:
 
 
 def _combine_mismatch(parts: Parts) -> Combined:
-    """Say what is learned where the template writes a whole conversation otherwise than its messages one by one."""
+    """Note that a reply is learned as it ends a conversation, not as the template writes a message alone."""
     if parts[_MISMATCH].value:
         yield (
             f"read as false: {_MISMATCH}; a reply is learned as the chat template writes it at the end of its "

@@ -27,7 +27,7 @@ model:
   dtype: float16                         # 1
 data:
   train_files: [train.jsonl]
-  validation_files: [./train.jsonl]      # 2
+  validation_files: [v.jsonl, ./v.jsonl]  # 2
   train_batch_size: 8
 actor:
   tensor_model_parallel_sise: 2          # 3

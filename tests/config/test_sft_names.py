@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of verl's SFT trainer: the resolved config of typical commands, its defaults, and what is refused.
+"""Names of verl's SFT trainer: the resolved config of typical commands, its defaults and refusals.
 
 Not covered: YAML recipes with these names in Hydra's groups; they are read as RL's are (`test_aliases.py`).
 """
@@ -184,7 +184,7 @@ def test_values(override: str, name: str, expected: object) -> None:
         ("engine.override_transformer_config.num_layers=4", "None: shapes come from config.json"),
     ],
 )
-def test_what_would_mean_something_else_is_refused(override: str, expected: str) -> None:
+def test_another_meaning_is_refused(override: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(None, [*FSDP, override])
     assert expected in caught.value.expected
