@@ -66,7 +66,7 @@ _PATTERNS = {**PATTERNS, "teachers.*.recompute_granularity": Ignored("only a bac
 _ALIASES = {**name_tables.ALIASES, **trl.ALIASES, **_EARLIER}
 _GROUPS = (*name_groups.GROUPS, *trl.GROUPS)
 # In a recipe of verl's SFT trainer, its meanings come first.
-_OF_SFT = {**_ALIASES, **sft_names.ALIASES}, (*sft_names.GROUPS, *_GROUPS), {**sft_names.OWN_PATTERNS, **_PATTERNS}
+_OF_SFT = {**_ALIASES, **sft_names.ALIASES}, (*sft_names.GROUPS, *_GROUPS), {**_PATTERNS, **sft_names.OWN_PATTERNS}
 
 
 def alias_names() -> list[str]:

@@ -28,13 +28,12 @@ PACKED = "sequences are always packed"
 _NO_FP8 = "there is no training in FP8"
 _NO_QAT = "there is no quantization-aware training"
 _NO_DROPOUT = "there is no dropout"
-_SPLIT = "layers are split evenly over the stages"
 _TRANSFORMER: dict[str, Alias] = {
     **each(
         "attention_backend apply_rope_fusion bias_activation_fusion bias_dropout_fusion masked_softmax_fusion "
         "gradient_accumulation_fusion moe_permute_fusion moe_grouped_gemm persist_layer_norm use_flash_attn "
         "apply_dsa_kernel_fusion use_fused_mhc use_arbitrary_attention_mask",
-        Ignored("kernels are chosen by what is installed"),
+        Ignored(FUSED),
     ),
     **each(
         "moe_token_dispatcher_type moe_enable_deepep moe_shared_expert_overlap",
@@ -47,7 +46,7 @@ _TRANSFORMER: dict[str, Alias] = {
     **each(
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
         "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout",
-        Ignored(_SPLIT),
+        Ignored("layers are split evenly over the stages"),
     ),
     "deallocate_pipeline_outputs": Ignored("outputs of a stage are freed"),
     **each("attention_dropout hidden_dropout", Only((0,), _NO_DROPOUT)),
@@ -73,33 +72,14 @@ def megatron_names(role: str) -> dict[str, Alias]:
     return {
         **{f"megatron.{leaf}": Renamed(f"{role}.{leaf}") for leaf in LAYOUT_LEAVES},
         **{f"engine.{name}": Renamed(f"{role}.{leaf}", ONE if name == "vpp" else ()) for name, leaf in short.items()},
-        **each("megatron.use_mbridge megatron.vanilla_mbridge", Ignored("weights are converted by this package")),
-        **each(
-            "megatron.use_dist_checkpointing megatron.dist_checkpointing_path megatron.dist_checkpointing_prefix",
-            Ignored("the first weights are read in HF format"),
-        ),
         "megatron.forward_only": Ignored(MEGATRON),
         "megatron.dtype": Ignored("model.dtype decides"),
-        "megatron.seed": Ignored("trainer.seed decides"),
         "megatron.use_distributed_optimizer": Ignored("this role has no optimizer"),
         "megatron.override_transformer_config.recompute_granularity": Ignored("only a backward pass recomputes"),
-        "megatron.override_transformer_config.recompute_modules": Ignored("selective recomputes the core attention"),
-        **each(
-            "megatron.override_transformer_config.recompute_method "
-            "megatron.override_transformer_config.recompute_num_layers",
-            Ignored("full recomputes every layer"),
-        ),
         "megatron.override_transformer_config.sequence_parallel": SameAs(f"{role}.sequence_parallel"),
         "megatron.use_megatron_fsdp": Ignored(FSDP),
-        "megatron.dynamic_context_parallel": Only(
-            (False,), "there is no context parallelism that changes with the sequence"
-        ),
+        "megatron.dynamic_context_parallel": Only((False,), "there is no context parallelism by length"),
         **each("megatron.max_seqlen_per_dp_cp_rank megatron.pad_bshd_to_minibatch_max", Ignored(PACKED)),
-        **each(
-            "megatron.dist_ckpt_optim_fully_reshardable megatron.distrib_optim_fully_reshardable_mem_efficient",
-            Ignored("checkpoints fit every layout"),
-        ),
-        "megatron.use_remove_padding": Ignored(PACKED),
         **each("megatron.qat.enable fsdp_config.qat.enable qat.enable", Only((False,), _NO_QAT)),
         **{f"megatron.override_transformer_config.{leaf}": alias for leaf, alias in _TRANSFORMER.items()},
         **each("megatron.param_offload engine.param_offload", Ignored(_SHARED)),
@@ -147,10 +127,7 @@ def trainable_names(role: str) -> dict[str, Alias]:
         "optim.num_cycles": Only((0.5,), "there is no cosine decay but half a period"),
         **each("optim.lr_wsd_decay_style optim.lr_wsd_decay_steps", Ignored("there is no such schedule")),
         "optim.weight_decay": Renamed(f"{role}.weight_decay"),
-        **each(
-            "optim.weight_decay_incr_style optim.wd_incr_style",
-            Only(("constant",), "there is no schedule of the weight decay"),
-        ),
+        **each("optim.weight_decay_incr_style optim.wd_incr_style", Only(("constant",), "there is no growing decay")),
         **each("optim.clip_grad grad_clip", Renamed(f"{role}.clip_grad")),
         **each(
             "optim.optimizer optim.name",
@@ -163,7 +140,6 @@ def trainable_names(role: str) -> dict[str, Alias]:
         "optim.total_training_steps": Ignored("it follows from the batch plan"),
         "optim.zero_indexed_step": Ignored("a step of the warm-up is one optimizer step"),
         "shuffle": Only((False,), "there is no shuffling of minibatches"),
-        "data_loader_seed": Ignored("trainer.seed decides"),
         "ppo_micro_batch_size": Ignored(BUDGET),
         **each(
             "fsdp_config.optimizer_offload fsdp.optimizer_offload megatron.optimizer_offload veomni.optimizer_offload "
@@ -186,14 +162,7 @@ _REFERENCE = "the reference model has the layout of the actor"
 _NO_REUSE = "there is no reuse of rollouts, which are made in every step"
 _ENGINE = "the engine decides"
 _TEXT = "prompts are text"
-_REMOTE_CODE = "code of a model directory is never run; a family that needs it is refused"
 _CLASSES = "there is no loading of verl's classes of tools and agent loops; see docs/agents.md"
-_LOG_PROB_BATCHES = each(
-    "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu "
-    "log_prob_use_dynamic_bsz",
-    Ignored("log-probs are computed in the actor's microbatches"),
-)
-
 
 _ACTOR: dict[str, Alias] = trainable_names("actor") | {
     "ppo_mini_batch_size": Renamed("actor.ppo_mini_batch_size"),
@@ -214,9 +183,6 @@ _ACTOR: dict[str, Alias] = trainable_names("actor") | {
     "calculate_sum_pi_squared": Ignored("optimal_token_baseline computes what it needs"),
     "use_prefix_grouper": Ignored("actor.share_prompts decides"),
     "tis_imp_ratio_cap": Only((-1,), "set algorithm.importance_sampling=token-truncate and importance_high"),
-    "use_torch_compile": Ignored("the actor is not compiled"),
-    "use_fused_kernels": Ignored(FUSED),
-    "use_remove_padding": Ignored(PACKED),
     "freeze_vision_tower": Ignored(_TEXT),
     "checkpoint.async_save": Renamed("checkpoint.async_save"),
     **each(
@@ -241,7 +207,6 @@ _CRITIC: dict[str, Alias] = trainable_names("critic") | {
     "loss_agg_mode": SameAs("algorithm.loss_agg_mode", AGGREGATIONS),
     "loss_scale_factor": SameAs("algorithm.loss_scale_factor"),
     **each("forward_micro_batch_size forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu", Ignored(BUDGET)),
-    "nccl_timeout": Ignored("trainer.collective_timeout decides"),
     **each("kl_ctrl.type kl_ctrl.kl_coef", Ignored("the critic has no KL term")),
 }
 
@@ -261,7 +226,7 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
     "dtype": Ignored("the engine takes model.dtype"),
     "load_format": Ignored("the engine takes the weights of the actor"),
     "data_parallel_size": Only((1,), "there is no engine with data parallel attention; it splits all by TP"),
-    "expert_parallel_size": Ignored("the engine splits experts over its TP ranks"),
+    "expert_parallel_size": Ignored("it is all ranks of an engine in verl; here they split each expert"),
     "pipeline_model_parallel_size": Only((1,), "there is no engine with pipeline stages"),
     "quantization": Renamed("rollout.quantization", ((None, "none"), (False, "none"), ("fp8", "fp8")), closed=True),
     "repetition_penalty": Only((1.0,), "there is no repetition penalty; training scores a token by itself"),
@@ -281,7 +246,6 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
     "multi_turn.max_assistant_turns": Renamed("agents.max_turns"),
     "nnodes": Only((0,), "set placement.rollout and schedule.max_staleness"),
     "n_gpus_per_node": Ignored("placement.rollout names the ranks that generate"),
-    "seed": Ignored("trainer.seed decides"),
     "full_determinism": Ignored("schedule.updates and rollout.bitwise decide"),
     "logprobs_mode": Only(("processed_logprobs",), "log-probs are of the sampled distribution"),
     "scheduling_policy": Only(("fcfs",), "requests are served in the order of the data"),
@@ -297,7 +261,6 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
         "standalone_gpu_memory_utilization",
         Ignored(_ENGINE),
     ),
-    **_LOG_PROB_BATCHES,
 }
 
 _REF: dict[str, Alias] = {
@@ -310,28 +273,21 @@ _REF: dict[str, Alias] = {
         "sync_steps",
         Ignored(_REFERENCE),
     ),
-    **_LOG_PROB_BATCHES,
 }
 
 MODEL: dict[str, Alias] = {
     "path": Renamed("model.path"),
     "enable_gradient_checkpointing": Renamed("actor.recompute_granularity", CHECKPOINTING, closed=True),
-    "trust_remote_code": Ignored(_REMOTE_CODE),
-    "external_lib": Only(
-        (), "there is no loading of external_lib; code is added with algorithm.plugins and reward.function"
-    ),
+    "external_lib": Only((), "there is no loading of external_lib; see algorithm.plugins and reward.function"),
     "custom_chat_template": Only((), "there is no chat template but the tokenizer's own"),
     **lora_names("actor"),
-    "use_remove_padding": Ignored(PACKED),
     "use_shm": Ignored("weights are read by the ranks that need them"),
     "enable_activation_offload": Ignored("activations are recomputed instead (actor.recompute_granularity)"),
     **each(
         "return_last_hidden_state override_config.attn_implementation use_liger use_fused_kernels use_fused_loss",
         Ignored(FUSED),
     ),
-    "override_config.moe_config.freeze_moe_router": Only(
-        (False,), "there is no freezing of routers; all weights are trained"
-    ),
+    "override_config.moe_config.freeze_moe_router": Only((False,), "there is no freezing of routers"),
     **each("hf_config_path tokenizer_path", Only((), "one directory has the model; give model.tokenizer")),
     **each(
         "override_config.max_position_embeddings override_config.model_config.max_position_embeddings",
@@ -347,14 +303,7 @@ MODEL: dict[str, Alias] = {
 _OWN_RANKS = "placement.reward_model names its ranks"
 _NO_MANAGER = "there is no loading of reward managers; reward.workers computes rewards beside generation"
 _MANAGERS = Only(("naive", "dapo", "prime", "gdpo"), _NO_MANAGER)
-_SANDBOX: dict[str, Alias] = {
-    "sandbox_fusion.url": Only((), "give its URL as reward.function"),
-    "sandbox_fusion.max_concurrent": Ignored("reward.service_concurrency decides"),
-    "sandbox_fusion.memory_limit_mb": Ignored("the service decides"),
-}
 _REWARD: dict[str, Alias] = {
-    **_SANDBOX,
-    "num_workers": Ignored("reward.workers decides"),
     "reward_manager.name": _MANAGERS,
     "reward_manager.source": Only(("register",), _NO_MANAGER),
     "reward_manager.module.path": Only((), _NO_MANAGER),
@@ -368,12 +317,8 @@ _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
     **each("megatron.grad_offload megatron.optimizer_offload", Ignored("this role has no optimizer")),
     "forward_max_token_len_per_gpu": Renamed("reward_model.max_tokens_per_microbatch"),
     "reward_manager": _MANAGERS,
-    "num_workers": Ignored("reward.workers decides"),
-    "launch_reward_fn_async": Ignored("reward.workers decides"),
     "max_length": Ignored("the longest prompt and response decide"),
-    **_SANDBOX,
     "reward_kwargs.max_resp_len": SameAs("data.max_response_length"),
-    "nccl_timeout": Ignored("trainer.collective_timeout decides"),
     **each("enable_resource_pool n_gpus_per_node nnodes", Ignored(_OWN_RANKS)),
     **each("reward_loop_source reward_loop_module_path reward_loop_class_name", Only((), _NO_MANAGER)),
     **each("micro_batch_size micro_batch_size_per_gpu use_dynamic_bsz", Ignored(BUDGET)),
@@ -388,7 +333,6 @@ _DATA: dict[str, Alias] = {
     "seed": Renamed("trainer.seed"),
     "gen_batch_size": Ignored("dynamic sampling generates as many prompts as are missing"),
     "return_raw_chat": Ignored("the chat template is applied when the prompts are read"),
-    "trust_remote_code": Ignored(_REMOTE_CODE),
     "validation_shuffle": Only((False,), "there is no shuffling of validation prompts"),
     **each("tool_config_path function_tool_path", Only((), f"{_CLASSES}: agents.tools")),
     **each(
@@ -397,8 +341,7 @@ _DATA: dict[str, Alias] = {
     ),
     **each("image_key video_key audio_key image_patch_size return_multi_modal_inputs", Ignored(_TEXT)),
     **each(
-        "custom_cls.path sampler.class_path datagen.path",
-        Only((), "there is no loading of verl's data set classes; prompts come from JSONL and parquet files"),
+        "custom_cls.path sampler.class_path datagen.path", Only((), "there is no loading of verl's data set classes")
     ),
     **each("custom_cls.name sampler.class_name datagen.name", Ignored("it belongs to a file that is given")),
 }
@@ -464,21 +407,35 @@ _SECTIONS: dict[str, dict[str, Alias]] = {
     "trainer": _TRAINER,
 }
 
+_NO_DISTILLATION = (
+    "there is no distillation loss like verl's, clamped or over the top k alone; see docs/distillation.md"
+)
 ALIASES: Mapping[str, Alias] = {
     "model_engine": Ignored(FSDP),
-    "distillation.enabled": Only(
-        (False,),
-        "there is no distillation loss like verl's, clamped or over the top k alone; see teachers.NAME.path and "
-        "algorithm.distillation",
-    ),
+    "distillation.enabled": Only((False,), _NO_DISTILLATION),
     **{f"skip.{place}.enable": Only((False,), _NO_REUSE) for place in ("rollout", "rollout_tq", "async_rollout")},
-    **_SANDBOX,
-    "actor_rollout_ref.nccl_timeout": Ignored("trainer.collective_timeout decides"),
     **{f"{section}.{name}": alias for section, names in _SECTIONS.items() for name, alias in names.items()},
 }
 
 # Shell patterns of sections ignored as a whole, with one note each; ALIASES takes precedence.
 PATTERNS: Mapping[str, Ignored | Only] = {
+    "*.log_prob_*": Ignored("log-probs are computed in the actor's microbatches"),
+    "*.nccl_timeout": Ignored("trainer.collective_timeout decides"),
+    "*.trust_remote_code": Ignored("code of a model directory is never run; a family that needs it is refused"),
+    "*.use_remove_padding": Ignored(PACKED),
+    **each("*.use_torch_compile *.use_fused_kernels", Ignored(FUSED)),
+    **each(
+        "*.use_mbridge *.vanilla_mbridge *dist_checkpointing* *.dist_ckpt_* *.distrib_optim_*",
+        Ignored("weights are read in HF format, and checkpoints fit every layout"),
+    ),
+    **each(
+        "*.recompute_modules *.recompute_method *.recompute_num_layers",
+        Ignored("selective recomputes the core attention, full every layer"),
+    ),
+    **each("reward*.num_workers *.launch_reward_fn_async", Ignored("reward.workers decides")),
+    **each("actor_rollout_ref.*seed critic.*seed reward_model.*seed", Ignored("trainer.seed decides")),
+    "*sandbox_fusion.url": Only((), "give its URL as reward.function"),
+    "*sandbox_fusion.*": Ignored("reward.service_concurrency and the service decide"),
     "*._target_": Ignored("it names a class of verl"),
     **each("*.profiler.* *.profile.* global_profiler.*", Ignored("there is nothing to configure about profiling")),
     **each("ray_init.* ray_kwargs.*", Ignored("there is no Ray in a run")),

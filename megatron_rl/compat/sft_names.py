@@ -77,7 +77,6 @@ _RL = "actor_rollout_ref."
 OWN_PATTERNS: Mapping[str, Ignored | Only] = {
     **{name.removeprefix("*."): alias for name, alias in PATTERNS.items() if name.startswith("*.optim.")},
     **{name.removeprefix(_RL): alias for name, alias in PATTERNS.items() if name.startswith(f"{_RL}model.")},
-    "engine.override_transformer_config.*": PATTERNS["*.override_transformer_config.*"],
     **each("engine.* model.fsdp_config.*", Ignored(FSDP)),
     "profiler.*": Ignored("there is nothing to configure about profiling"),
 }
@@ -113,16 +112,11 @@ def _combine_length(parts: Parts) -> Combined:
     yield put(given, "data.max_response_length", given.value - given.value // 2)
 
 
-def _combine_mismatch(parts: Parts) -> Combined:
-    """Note that a reply is learned as it ends a conversation, not as the template writes a message alone."""
-    if parts[_MISMATCH].value:
-        yield (
-            f"read as false: {_MISMATCH}; a reply is learned as the chat template writes it at the end of its "
-            "conversation, and verl's are written one by one, without what a template adds there (<think></think>)"
-        )
-
-
 _MISMATCH = "data.ignore_input_ids_mismatch"
+_WHOLE = (
+    f"read as {_MISMATCH}=false: a reply is learned as the chat template writes it at the end of its conversation, and "
+    "in verl as it writes the message alone, without what it may add at the end (<think></think>)"
+)
 GROUPS: tuple[AliasGroup, ...] = (
     budget_group(
         ("data.max_token_len_per_gpu", "data.use_dynamic_bsz", "data.micro_batch_size_per_gpu"),
@@ -131,7 +125,7 @@ GROUPS: tuple[AliasGroup, ...] = (
         (_LENGTH,),
     ),
     AliasGroup((_LENGTH,), "data.max_prompt_length and data.max_response_length, a half each", _combine_length),
-    AliasGroup((_MISMATCH,), "replies are learned as they end a conversation", _combine_mismatch),
+    AliasGroup((_MISMATCH,), "a note", lambda parts: iter([_WHOLE] if parts[_MISMATCH].value else [])),
     betas_group("optim", "actor"),
     rate_group("optim", "actor"),
     lora_group("model", "actor"),

@@ -21,7 +21,7 @@ from megatron_rl.data.chats import read_messages
 from megatron_rl.data.prompts import PromptSet, fit_rows, read_options, read_tools, tokenize_prompt
 from megatron_rl.data.rows import Row
 from megatron_rl.data.tokenizer import HuggingFaceTokenizer, Tokenizer
-from megatron_rl.types import Branch, Prompt, Rollout, Turn, UserError
+from megatron_rl.types import Branch, Prompt, Rollout, UserError
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,14 @@ def _fit_conversation(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> tuple[
     """Tokenize a conversation; refuse, cut at its end or drop (`None`) a too long one, as configured."""
     parts = _split_conversation(row, tokenizer, cfg)
     limit, longest = cfg.max_prompt_length + cfg.max_response_length, 0
-    branches, turns = list[Branch](), list[Turn]()
+    branches = list[Branch]()
     for pieces in parts:
         lengths = [len(piece) for piece in pieces]
         tokens = np.array([token for piece in pieces for token in piece], np.int32)[:limit]
         sampled = np.repeat(np.arange(len(pieces)) % 2 == 1, lengths)[:limit]
         longest = max(longest, sum(lengths))
-        if not sampled.any():
-            continue
-        edges = np.minimum(np.cumsum(lengths), limit).tolist()
-        turns += [Turn(len(branches), *edges[i : i + 2]) for i in range(0, len(edges), 2) if edges[i] < limit]
         zeros = np.broadcast_to(np.float32(0), len(tokens))
-        branches.append(Branch(tokens, sampled, zeros, zeros.astype(np.int32), lengths[0]))
+        branches += [Branch(tokens, sampled, zeros, zeros.astype(np.int32), lengths[0])] if sampled.any() else []
     if longest > limit and cfg.overlong_prompts not in ("drop", "truncate_right"):
         raise UserError(
             f"the conversation has {longest} tokens",
@@ -97,7 +93,7 @@ def _fit_conversation(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> tuple[
         return None, True
     first = branches[0]
     prompt = Prompt(row.index, first.tokens[: first.num_prompt_tokens], text="", ground_truth=None)
-    return Rollout(prompt, 0, branches, turns, "stop"), longest > limit
+    return Rollout(prompt, 0, branches, [], "stop"), longest > limit
 
 
 def _split_conversation(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> list[list[list[int]]]:
