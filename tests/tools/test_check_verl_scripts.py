@@ -30,7 +30,14 @@ python3 -m verl.trainer.main_ppo data.train_files=a.parquet data.train_batch_siz
     actor_rollout_ref.model.path=policy actor_rollout_ref.rollout.name=trtllm actor_rollout_ref.actor.new_name=1
 """
 FOLDED = "python3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.model.path=policy {}\n"
+# Four ranks, of which two share a sequence, and the arguments behind those that the script takes.
+TUNING = """\
+torchrun --nproc_per_node=$1 -m verl.trainer.sft_trainer data.train_files=a.parquet data.messages_key=messages \\
+    engine=fsdp engine.ulysses_sequence_parallel_size=2 model=hf_model model.path=policy trainer.default_local_dir=$2 $@
+"""
 SCRIPTS = {
+    "examples/sft/tuning.sh": TUNING,
+    "examples/sft/too_long.sh": TUNING.replace("$@", "data.max_length=32768"),
     "examples/good.sh": GOOD,
     "recipe/dapo/bad.sh": BAD,
     "examples/refused.sh": FOLDED.format("actor_rollout_ref.rollout.multi_turn.enable=true"),
@@ -48,14 +55,19 @@ def test_scripts_are_run_and_sorted(tmp_path: Path, capsys: pytest.CaptureFixtur
         path.write_text(text)
     assert main([str(tmp_path / "verl"), "--json", str(tmp_path / "out.json")]) == 1
     assert json.loads((tmp_path / "out.json").read_text()) == {
-        "accepted": ["examples/good.sh"],
-        "refused_for_capability": ["examples/refused.sh"],
+        "accepted": ["examples/good.sh", "examples/sft/tuning.sh"],
+        "refused_for_capability": ["examples/refused.sh", "examples/sft/too_long.sh"],
         "unknown": ["recipe/dapo/bad.sh"],
     }
     text = capsys.readouterr().out
-    assert "7 scripts, 3 of text on GPUs: 1 accepted, 1 refused, 1 with unknown names" in text
+    assert "9 scripts, 5 of text on GPUs: 2 accepted, 2 refused, 1 with unknown names" in text
+    table = text.partition("scripts, by missing capability:\n")[2].partition("\n\n")[0].splitlines()
+    assert sorted(table) == [
+        "   1 loading of verl's classes of tools and agent loops",
+        "   1 no capability: see the reason above",
+    ]
     assert "   1 actor_rollout_ref.actor.new_name" in text and "'trtllm' is not known" in text
-    reasons = {line.split(" (")[0].split("/")[-1]: line.rpartition(" (")[2][:-1] for line in text.splitlines()[:12]}
+    reasons = {line.split(" (")[0].split("/")[-1]: line.rpartition(" (")[2][:-1] for line in text.splitlines()[:16]}
     assert reasons["run_qwen_vl_7b.sh"] == "not text alone" and reasons["run_npu.sh"] == "for an NPU"
     assert reasons["own.sh"] == "a program of its own" and reasons["prepare.sh"] == "starts no trainer"
     assert sorted(path.name for path in (tmp_path / "verl").iterdir()) == ["examples", "recipe"]
