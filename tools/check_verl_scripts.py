@@ -187,7 +187,8 @@ def format_table(outcomes: list[Outcome]) -> str:
     names = Counter(name for one in outcomes for name in one.unknown)
     missing = Counter(name for one in outcomes if not one.unknown for name in one.missing)
     for title, found in (("unknown names", names), ("scripts, by missing capability", missing)):
-        lines += ["", f"{title}:", *(f"{count:4} {name}" for name, count in found.most_common())] if found else []
+        pairs = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
+        lines += ["", f"{title}:", *(f"{count:4} {name}" for name, count in pairs)] if pairs else []
     lines.append("")
     counts = Counter(one.name() for one in outcomes)
     counted = len(outcomes) - counts["left out"]
