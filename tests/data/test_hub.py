@@ -150,7 +150,7 @@ def test_rows_of_a_data_set(cache: Path) -> None:
         ("hub:me/sums/main", ["is no data set's name", "hub:openai/gsm8k/main:train"]),
         ("hub:me/none:train", ["me/none is neither", "hf download me/none --repo-type dataset --local-dir DIR"]),
         ("me/sums", ["me/sums does not exist", "hub:OWNER/NAME[/CONFIG]:SPLIT"]),
-        ("data/*.jsonl", ["does not exist", "list the files: a pattern may match other files on other hosts"]),
+        ("data/*.jsonl", ["does not exist", "list the files, [A, B]: a pattern may match other files"]),
     ],
 )
 def test_data_that_is_not_there(file: str, words: list[str], cache: Path) -> None:
