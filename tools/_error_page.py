@@ -275,7 +275,7 @@ class _ModuleReader:
         if isinstance(node, ast.Name) and node.id in self._constants:
             return self._say(self._constants[node.id], {})
         if isinstance(node, ast.Constant):
-            return str(node.value)
+            return f"{node.value:g}" if isinstance(node.value, float) else str(node.value)
         if isinstance(node, ast.JoinedStr):
             return "".join(self._say(value, values) for value in node.values)
         if isinstance(node, ast.FormattedValue):

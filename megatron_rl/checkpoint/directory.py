@@ -41,8 +41,8 @@ def list_steps(root: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return the content of manifest.json.
+def read_manifest(directory: Path, setting: str | None = None) -> dict[str, Any]:
+    """Return the content of manifest.json; `setting` names the directory.
 
     Raises:
         UserError: it is missing, unreadable, or from a newer version of this package.
@@ -55,8 +55,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         what = "there is none" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
         raise UserError(
             f"{path} cannot be read: {what}",
-            source=str(directory),
-            expected="a checkpoint of this package",
+            source=setting or str(directory),
+            expected=f"{'auto, must, never or ' if setting else ''}a checkpoint of this package",
             hint="name a directory step_<N> or the output of tools/convert_hf_to_megatron.py",
         ) from None
     if version > FORMAT_VERSION:

@@ -67,7 +67,7 @@ def index_safetensors(directory: Path) -> dict[str, Path]:
         return {name: directory / file for name, file in named.items()}
     if not files:
         raise UserError(
-            f"{directory} has no weights",
+            f"{directory} has no weights" if directory.is_dir() else f"there is no directory {directory}",
             source=str(directory),
             expected="*.safetensors (with their index when sharded)",
             hint="download the checkpoint again, or convert .bin files with transformers' save_pretrained",

@@ -163,7 +163,7 @@ def count_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
     return -(-cfg.trainer.total_epochs * num_train_prompts // cfg.data.train_batch_size)  # ceil, exact
 
 
-def check_ranks(layout: LayoutConfig, ranks: range, section: str) -> int:
+def check_ranks(layout: LayoutConfig, ranks: range, section: str = "actor") -> int:
     """Return the number of replicas of a section's model; refuse ranks that its layout does not divide (UserError)."""
     tp_size, pp_size = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     cp_size, world_size = layout.context_parallel_size, len(ranks)
@@ -172,7 +172,7 @@ def check_ranks(layout: LayoutConfig, ranks: range, section: str) -> int:
         raise UserError(
             f"world_size {world_size} is no multiple of tp * pp * cp = {tp_size} * {pp_size} * {cp_size} = "
             f"{model_size}",
-            source=f"world size (torchrun), or the placement of the role, and the layout of the section {section}",
+            source=f"world size (torchrun) or placement, and {section}.tensor_model_parallel_size and its neighbors",
             expected=f"a world size of {_nearest_multiples(world_size, model_size)}",
             hint=f"change --nproc-per-node, or {section}.tensor_model_parallel_size and its neighbors",
         )

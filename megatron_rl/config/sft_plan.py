@@ -42,6 +42,13 @@ class SftPlan:
                 expected="false",
                 hint="evaluate by tools/evaluate.py",
             )
+        if cfg.actor.mtp_lr:
+            raise UserError(
+                f"actor.mtp_lr = {cfg.actor.mtp_lr} in supervised fine-tuning",
+                source="actor.mtp_lr",
+                expected="0: the layer learns from responses that the policy samples",
+                hint="leave actor.mtp_lr out",
+            )
         if cfg.layout.mode == "auto":
             raise UserError(
                 "layout.mode = 'auto' in supervised fine-tuning, which the planner does not cover",
@@ -57,7 +64,7 @@ class SftPlan:
                 hint="remove the section placement",
             )
         check_debug_rank(cfg, world_size)
-        dp_size = check_ranks(cfg.actor, range(world_size), "actor")
+        dp_size = check_ranks(cfg.actor, range(world_size))
         check_longest_sequence(cfg.data, cfg.actor, "actor")
         check_data_size(cfg, num_examples)
         return cls(

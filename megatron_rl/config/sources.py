@@ -160,13 +160,14 @@ def read_overrides(
         argument = rest.popleft()
         name, separator, text = argument.partition("=")
         is_flag, number = name.startswith("--") and len(name) > 2, len(mistakes.errors)
+        is_cut = separator and not text and _is_bare(rest)  # 'actor.lr= 1e-6'
         with mistakes.collect():
-            if not (separator or is_flag) or (name.startswith("-") and not is_flag):
+            if not (separator or is_flag) or (name.startswith("-") and not is_flag) or is_cut:
                 raise UserError(
                     f"{argument!r} is not an override",
                     source="command line",
                     expected=_SYNTAX,
-                    hint="quote values that contain spaces",
+                    hint="write = without spaces beside it, and quotes around values that contain spaces",
                 )
             # '+key=value' as in Hydra
             name = _flag_name(name, fields, aliases) if is_flag else name.lstrip("+")
@@ -174,10 +175,13 @@ def read_overrides(
                 if not separator:
                     text = _take_value(name, rest, fields, aliases)
                 settings.append(Setting(name, _parse_value(name, text), "command line", COMMAND_LINE, text))
-        if is_flag and not separator and len(mistakes.errors) > number:
-            while rest and "=" not in rest[0] and not rest[0].startswith("--"):
-                rest.popleft()  # the value of a flag that there is not
+        while len(mistakes.errors) > number and _is_bare(rest):
+            rest.popleft()  # the value of a flag that there is not, or the rest of a text with spaces
     return settings
+
+
+def _is_bare(rest: deque[str]) -> bool:
+    return bool(rest) and "=" not in rest[0].strip("=") and not rest[0].startswith("--")
 
 
 _ROLES_LIKE_THE_ACTOR = ("critic", "reward_model", "teachers")
@@ -227,7 +231,7 @@ def _parse_value(name: str, text: str) -> Any:
             f"the value of {name} cannot be read: {text!r}",
             source="command line",
             expected="a YAML scalar or list, e.g. 8, 1e-6, true, text, [a, b]",
-            hint="quote special characters",
+            hint="quote spaces and special characters",
         ) from error
 
 

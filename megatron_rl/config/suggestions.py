@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error for a setting that does not exist, with the settings that may be meant."""
+"""The error for a setting that does not exist, with the settings that may be meant; places of settings in errors."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Mapping
 
 from megatron_rl.types import UserError
 
@@ -24,11 +25,15 @@ _SYNONYMS = {
     "max_grad_norm": "clip_grad",
     "logging_steps": "console_every",
 }
+_SETTING = re.compile(r"(?<![\w./])([a-z_]+(?:\.\w+)+)(?:\[\d+\])?(?![\w.\[/]| \()")  # without a place behind it
 _HISTORY = "not served: a token's probability would depend on which tokens came before, by a rule that training lacks"
 _FORBIDDEN = "not served: it forbids tokens, and which ones is not recorded for training"
-# Settings of samplers that users look for, and why they are missing (docs/sampling.md).
+# Settings of samplers that users look for, and why they are missing (docs/sampling.md); flags of other programs.
 _NOT_SERVED = {
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _HISTORY),
+    **dict.fromkeys(
+        ("set", "config", "recipe"), "write RECIPE.yaml first, then section.key=value, both without a flag"
+    ),
     **dict.fromkeys(("logit_bias", "bad_words", "structured_outputs"), _FORBIDDEN),
 }
 
@@ -55,6 +60,19 @@ def unknown_key_error(name: str, source: str, fields: Collection[str], aliases: 
         expected=f"a setting of the sections {', '.join(dict.fromkeys(full.partition('.')[0] for full in fields))}",
         hint=hint,
     )
+
+
+def add_places(error: UserError, places: Mapping[str, str]) -> UserError:
+    """Return the error with the place of each setting in its source, such as `rollout.n (recipe.yaml:7)`."""
+
+    def add(found: re.Match[str]) -> str:
+        place = places.get(found[1])
+        return found[0] if place is None else f"{found[0]} ({place})"
+
+    source = _SETTING.sub(add, error.source)
+    if source == error.source:
+        return error
+    return UserError(error.found, source=source, expected=error.expected, hint=error.hint)
 
 
 def _end_in(leaf: str, names: Iterable[str]) -> list[str]:

@@ -7,13 +7,16 @@ huggingface_hub decides on cache, offline mode and credentials by its own variab
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
+
+import psutil
 
 from megatron_rl.config.rendering import redact
 from megatron_rl.extension.registry import HUB
@@ -85,14 +88,24 @@ def _split(name: str) -> tuple[str, str, str, str]:
 
 
 def _fetch(repository: str, revision: str, kind: str, setting: str, **patterns: Any) -> Path:
-    """Return the directory of a repository's commit in the cache; download what is absent (UserError)."""
-    import huggingface_hub  # a slow import, not needed for local files
+    """Return the directory of a repository's commit in the cache; download what is absent (UserError).
 
+    Of the processes that run at a time, one asks the hub and leaves its answer beside the cache.
+    """
+    import huggingface_hub  # a slow import, not needed for local files
+    from huggingface_hub import constants
+
+    question = repr((constants.ENDPOINT, constants.HF_HUB_CACHE, repository, revision, kind, patterns))
+    answer = Path(constants.HF_HUB_CACHE).with_name("megatron_rl") / hashlib.sha256(question.encode()).hexdigest()
     try:
         with _wait_for_others():
-            return Path(
-                huggingface_hub.snapshot_download(repository, repo_type=kind, revision=revision or None, **patterns)
-            )
+            if answer.is_file() and answer.stat().st_mtime > psutil.Process().create_time():
+                return Path(answer.read_text())
+            found = huggingface_hub.snapshot_download(repository, repo_type=kind, revision=revision or None, **patterns)
+            with suppress(OSError):  # the cache may be read-only
+                answer.parent.mkdir(exist_ok=True)
+                answer.write_text(found)
+            return Path(found)
     except Exception as error:  # of many types: the library's, its HTTP client's and the disk's
         version = f" --revision {revision}" if revision else ""
         download = f"hf download {repository}{version}"

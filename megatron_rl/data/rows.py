@@ -140,8 +140,8 @@ def _open(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             f"{path} {state}",
             source="data.train_files / data.validation_files",
             expected="a .jsonl or .parquet file",
-            hint="list the files: a pattern may match other files on other hosts"
-            if set(name) & set("*?[")
+            hint="list the files, [A, B]: a pattern may match other files on other hosts"
+            if set(name) & set("*?[,")
             else f"check the path; a data set of the hub is {HUB}OWNER/NAME[/CONFIG]:SPLIT",
         )
     if path.suffix not in readers:

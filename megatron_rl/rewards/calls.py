@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from types import SimpleNamespace
@@ -110,16 +110,17 @@ def score_batch(function: RewardFunction, rollouts: Sequence[Rollout], steps: Se
         with refuse_exit():
             if takes_completions(function):
                 found: Any = function(**_list_columns(function, rollouts, steps))
-                found = _run(found) if inspect.isawaitable(found) else found
-                scores = list(found)
+                scores = _run(found) if inspect.isawaitable(found) else found
+                scores = list(scores) if isinstance(scores, Iterable) else scores
             else:
                 calls = [function(**list_arguments(function, *each)) for each in zip(rollouts, steps, strict=True)]
                 scores = _run(_gather(calls))
     except (Exception, SystemExit, ProcessExit) as error:
         place, count = locate(error, file_of(function)), f" on a batch of {len(rollouts)}, of which the first is"
         raise refuse_score(f"raised {type(error).__name__}: {text_of(error)}{count}", rollouts[0], place) from error
-    if len(scores) != len(rollouts):
-        found = f"returned {len(scores)} scores for {len(rollouts)} completions, of which the first is"
+    if not isinstance(scores, list) or len(scores) != len(rollouts):
+        found = f"{len(scores)} scores" if isinstance(scores, list) else f"{scores!r} ({type(scores).__name__})"
+        found = f"returned {found} for {len(rollouts)} completions, of which the first is"
         raise refuse_score(found, rollouts[0], file_of(function))
     return [
         Score(0.0)

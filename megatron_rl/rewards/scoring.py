@@ -114,8 +114,8 @@ def refuse_score(what: str, rollout: Rollout, place: str) -> UserError:
     return UserError(
         f"the reward function {what}\n{describe_rollout(rollout)}",
         source=place,
-        expected='a finite number, or a dict with a finite "score"',
-        hint="make the function accept every text that a policy can write",
+        expected='a finite number per response, or a dict with a finite "score"',
+        hint="make the function return that for every text that a policy can write",
     )
 
 

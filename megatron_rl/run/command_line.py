@@ -57,6 +57,7 @@ def run_command(
         build_plan, read_inputs, check_memory: for the dry run, see `plan_run`.
         run: trains; called with the loaded config and the recipe's path.
     """
+    loaded = None
     try:
         flags, recipe, arguments = _split(argv)
         if "--help" in flags:
@@ -79,6 +80,10 @@ def run_command(
             return 0
         run(loaded, recipe)
     except (Exception, KeyboardInterrupt) as error:
+        if loaded is not None and isinstance(error, UserError) and reported_code(error) is None:
+            from megatron_rl.config.suggestions import add_places
+
+            error = add_places(error, loaded.sources)
         return end_program(error)
     return 0
 

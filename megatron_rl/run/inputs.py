@@ -75,7 +75,7 @@ class Parts:
 
 NO_PARTS = Parts()
 _NEED_TRUTH = (Rule, type(None))  # rules and services; functions receive `None`
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
+_HUB_NAME = re.compile(r"(?!models/|checkpoints/)[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")  # both are our directories
 
 
 def localize(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -338,7 +338,7 @@ def _check_paths(config: RunConfig) -> None:
         from megatron_rl.checkpoint.directory import find_step, list_steps, read_manifest
 
         if run_dir is None or not list_steps(Path(run_dir, "checkpoints")):
-            read_manifest(find_step(Path(resume)))  # else the run continues from its own
+            read_manifest(find_step(Path(resume)), "checkpoint.resume")  # else the run continues from its own
     is_started = config.rollout.supports("starts_server") and not server.endpoints
     if is_started and server.python is not None and shutil.which(server.python) is None:
         raise UserError(

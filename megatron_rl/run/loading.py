@@ -176,11 +176,11 @@ def read_settings(
         UserError: the recipe is not YAML.
     """
     fields = list_fields()
-    if isinstance(recipe, Mapping):
-        settings = read_mapping(recipe, mistakes)
+    if not recipe or isinstance(recipe, Mapping):
+        settings = read_mapping(recipe or {}, mistakes)
     else:
-        settings = read_recipe(Path(recipe), mistakes) if recipe else []
-        if recipe and any(one.name == "defaults" for one in settings):
+        settings = read_recipe(Path(recipe), mistakes)
+        if any(one.name == "defaults" for one in settings):
             settings = _verl_defaults().compose(Path(recipe), settings, mistakes)
     if any(argument.startswith(("--config-", "-c")) for argument in overrides):  # Hydra's flags
         flags, overrides = _verl_defaults().take_flags(overrides)
@@ -313,10 +313,8 @@ def _require_all(
     recipe: Path | Mapping[str, Any] | None,
     mistakes: Mistakes,
 ) -> None:
-    if isinstance(recipe, Mapping):
-        source = "the config that was passed"
-    else:
-        source = f"{recipe} and the command line" if recipe else "command line (no recipe)"
+    source = f"{recipe} and the command line" if recipe else "command line (no recipe)"
+    source = "the config that was passed" if isinstance(recipe, Mapping) else source
     given = {*chosen, *mistakes.refused}
     missing = [info for name, info in fields.items() if info.required and name not in given]
     names = [info.name for info in missing]

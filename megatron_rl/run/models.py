@@ -76,18 +76,7 @@ def resolve(config: RunConfig) -> RunSpec:
 
 
 def resolve_sft(config: RunConfig) -> RunSpec:
-    """Return the only role of an SFT run, the trained actor.
-
-    Raises:
-        UserError: `actor.mtp_lr` is set, but an MTP layer learns only from responses that the policy samples.
-    """
-    if config.actor.mtp_lr:
-        raise UserError(
-            f"actor.mtp_lr = {config.actor.mtp_lr} in supervised fine-tuning",
-            source="actor.mtp_lr",
-            expected="0: the layer learns from responses that the policy samples",
-            hint="leave actor.mtp_lr out",
-        )
+    """Return the only role of an SFT run, the trained actor."""
     return RunSpec(roles={"actor": _make_actor(config)})
 
 
@@ -152,12 +141,13 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
     for name, role in spec.roles.items():
         if name == "reference":
             if role.path != actor.spec.path:
-                shape = load_model_shape(find_model_files(role.path))
+                shape = load_model_shape(find_model_files(role.path), setting="reference.path")
                 if shape != actor.shape:
+                    other = {key: value for key, value in vars(shape).items() if value != getattr(actor.shape, key)}
                     raise UserError(
-                        "the reference has another architecture than the policy",
+                        f"the reference has another architecture than the policy: {other}",
                         source="reference.path",
-                        expected=str(actor.shape),
+                        expected="a model of the policy's architecture",
                         hint="use a checkpoint of the same model",
                     )
                 _check_weights(role, shape)
@@ -217,14 +207,15 @@ def note_models(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str 
 
 
 def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs:
-    shape = load_model_shape(find_model_files(spec.path), head="lm" if spec.head == "logprob" else "score")
+    setting = "model.path" if spec.name == "actor" else f"{spec.name}.path"
+    shape = load_model_shape(find_model_files(spec.path), "lm" if spec.head == "logprob" else "score", setting)
     layout = read_layout(spec, config.placement.ranks_of(spec.name, world_size), shape, config.model.dtype)
     _check_weights(spec, shape)
     longest = config.data.max_prompt_length + config.data.max_response_length
     if longest > shape.max_position_embeddings:
         raise UserError(
             f"max_prompt_length + max_response_length = {longest} tokens",
-            source="data.max_*_length",
+            source="data.max_prompt_length and data.max_response_length",
             expected=f"at most the model's max_position_embeddings, {shape.max_position_embeddings}",
             hint="shorten one of them or use a model with longer positions",
         )

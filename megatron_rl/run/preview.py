@@ -159,9 +159,9 @@ def _world_size(flags: Mapping[str, str], asked: int | None) -> int:
     text = flags.get("--world-size") or os.environ.get("WORLD_SIZE") or str(asked or 1)
     if not text.isdigit() or int(text) < 1:
         raise UserError(
-            f"--world-size {text!r}",
+            f"--world-size {text!r} is no number of ranks",
             source="command line",
-            expected="a number of ranks, 1 or more",
+            expected="1 or more",
             hint="for example --world-size 8",
         )
     return int(text)

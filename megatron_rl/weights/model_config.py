@@ -60,11 +60,12 @@ _MUST_BE_OFF = (
 _SCORING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification")
 
 
-def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
+def load_model_shape(directory: str | Path, head: Head = "lm", setting: str = "model.path") -> ModelShape:
     """Parse `config.json` of an HF model directory.
 
     Args:
         head: head of the role; a language model can be given a score head, not vice versa.
+        setting: that names the directory.
 
     Raises:
         UserError: missing file, unknown architecture, wrong head, unsupported option.
@@ -72,8 +73,8 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
     file = Path(directory) / "config.json"
     if not file.is_file():
         raise UserError(
-            f"there is no {file}",
-            source="model.path",
+            f"there is no {file if file.parent.is_dir() else f'directory {directory}'}",
+            source=setting,
             expected="a model directory in Hugging Face format",
             hint=_hint_at_model(file.parent),
         )
@@ -96,6 +97,8 @@ def _hint_at_model(path: Path) -> str:
     file = path if path.suffix == ".gguf" else next(iter(sorted(path.glob("*.gguf"))), None)
     if file is not None:
         return f"unpack the GGUF file: python tools/unpack_gguf.py {file} --out DIR, and set model.path=DIR"
+    if path.is_file():
+        return f"name its directory, {path.parent}"
     if (adapters := path / "adapter_config.json").is_file():
         base = read_json(adapters, "save the adapters again").get("base_model_name_or_path")
         return (
@@ -111,7 +114,7 @@ def _hint_at_model(path: Path) -> str:
             "--config DIR_OF_CONFIG_JSON_AND_TOKENIZER --out DIR, and set model.path=DIR"
         )
     return (
-        "check for a typo; hf download OWNER/NAME --local-dir DIR fetches a model of the hub, and "
+        f"check for a typo; hf download OWNER/NAME --local-dir {path} fetches a model of the hub, and "
         "tools/make_toy_task.py makes a small one"
     )
 

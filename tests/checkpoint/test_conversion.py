@@ -352,7 +352,7 @@ def change_config(directory: Path, **changes: Any) -> None:
             "tensors that become one differ in type",
         ),
         (lambda d: (d / "model.safetensors").unlink(), "has no weights"),
-        (lambda d: shutil.rmtree(d), "has no weights"),
+        (lambda d: shutil.rmtree(d), "there is no directory"),
     ],
     ids=["family", "missing", "vocabulary", "surplus", "tie", "float64", "mixed", "no-weights", "nothing"],
 )

@@ -84,7 +84,7 @@ def test_a_wrong_checkpoint(model: Path, capfd: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     "arguments,found",
     [
-        (["--hf", "absent"], "there is no absent/config.json"),
+        (["--hf", "absent"], "there is no directory absent"),
         (["--hf", "{hf}", "--layout", "tp=3"], "tp"),
         (["--hf", "{hf}", "--layout", "tp=1,dp=2"], "--layout tp=1,dp=2 takes 2 ranks, there are 1"),
         (["--hf", "{hf}", "--checkpoint", "{hf}"], "holds no Megatron distributed checkpoint"),

@@ -102,7 +102,7 @@ def test_models_in_hf_format(model: Path, capsys):
 @pytest.mark.parametrize(
     "tool,arguments,found",
     [
-        (TO_MEGATRON, ["--hf=absent", "--out=x"], "absent has no weights"),
+        (TO_MEGATRON, ["--hf=absent", "--out=x"], "there is no directory absent"),
         (TO_MEGATRON, ["--hf={model}", "--out={model}"], "exists"),
         (TO_MEGATRON, ["--hf={model}", "--out={out}", "--processes=0"], "--processes 0"),
         (TO_MEGATRON, ["--hf={model}", "--out=/proc/nothing/x"], "cannot be written"),

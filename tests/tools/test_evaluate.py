@@ -173,7 +173,7 @@ def test_where_weights_are_found(task: Path, trained: Path) -> None:
     ("arguments", "found"),
     [
         (["model.path={task}"], "holds no Megatron distributed checkpoint"),
-        (["model.path=absent"], "there is no absent/config.json"),
+        (["model.path=absent"], "there is no directory absent"),
         (["model.path={task}/model", "data.validation_files=[]"], "data.validation_files names no file"),
         (["model.path={task}/model", "actor.tensor_model_parallel_size=2"], "world_size 1 is no multiple"),
         (["model.path={task}/model", "--samples", "0"], "rollout.validation_n"),

@@ -535,7 +535,7 @@ def test_a_missing_key_is_named(key: str) -> None:
             "convert_megatron_to_hf.py --checkpoint {0}/iter_0000020 --config",
         ),
         ({"latest_checkpointed_iteration.txt": "release"}, "--checkpoint {0}/release --config"),
-        ({"README.md": "empty"}, "hf download OWNER/NAME --local-dir DIR"),
+        ({"README.md": "empty"}, "hf download OWNER/NAME --local-dir "),
     ],
 )
 def test_other_formats_are_followed_by_their_command(files: dict[str, str], hint: str, tmp_path: Path) -> None:
@@ -555,7 +555,7 @@ def test_a_file_or_directory_alone_is_enough(name: str, tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no .*nowhere/config.json"):
+    with pytest.raises(UserError, match="there is no directory .*nowhere"):
         load_model_shape(tmp_path / "nowhere")
     for content in (b'{"model_type": "lla', b"\xff\xfe", b"[]", b""):
         (tmp_path / "config.json").write_bytes(content)
