@@ -379,7 +379,8 @@ def _check_sampling(config: CheckedConfig) -> None:
     )
     if config.get("rollout.is_ever_truncated") and config.supports("vllm_modes"):
         why = "with rollout.top_p, top_k, min_p or min_tokens: its sampler does not tell what it draws from"
-        config.allow("rollout.model_runner", "v1", why, "leave these out")
+        if config.get("rollout.model_runner") == "v2":
+            config.allow("rollout.model_runner", "v1", why, "leave these out")
 
 
 def _check_routes(config: CheckedConfig) -> None:
@@ -397,7 +398,8 @@ def _check_routes(config: CheckedConfig) -> None:
     if config.supports("vllm_modes"):
         for leaf, needed in (("enforce_eager", True), ("async_scheduling", False), ("model_runner", "v1")):
             why = "with actor.router_replay = 'engine': routers are listened to in each forward"
-            config.allow(f"rollout.{leaf}", needed, why, trainer)
+            if config.get(f"rollout.{leaf}") not in (None, "auto"):
+                config.allow(f"rollout.{leaf}", needed, why, trainer)
 
 
 def _check_schedule(config: CheckedConfig) -> None:

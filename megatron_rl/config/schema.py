@@ -207,9 +207,9 @@ class RolloutConfig(SamplingSettings):
         0.5, "Share of GPU memory that the engine may use (GPU only).", gt=0, le=1, hint="use 0.5"
     )
     enforce_eager: bool = option(True, "Run the engine without torch.compile and CUDA graphs; on CPU always so.")
-    async_scheduling: bool = option(False, "vLLM on a GPU: schedule the next step during this one; on CPU never so.")
-    model_runner: Literal["v1", "v2"] = option(
-        "v1", "vLLM on a GPU: v1, or v2 with a Triton sampler that draws other tokens; on CPU v1."
+    async_scheduling: bool | None = option(None, "vLLM on a GPU: plan the next step early; null: with model runner v2.")
+    model_runner: Literal["auto", "v1", "v2"] = option(
+        "auto", "vLLM on a GPU; they draw other tokens. auto: v2, or v1 if truncation or router replay needs it."
     )
     quantization: Literal["none", "int8", "fp8"] = option(
         "none", "vLLM keeps the matrices of attention and MLPs in eight bits (docs/sampling.md)."
