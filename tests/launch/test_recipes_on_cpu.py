@@ -40,6 +40,7 @@ RECIPES = {  # recipe -> family of its model
     "qwen2.5_7b_search": "qwen2",
     "qwen3_30b_a3b_math": "qwen3_moe",
     "qwen3_30b_a3b_zero3": "qwen3_moe",
+    "qwen3_32b_math": "qwen3",
     "qwen3_8b_long": "qwen3",
     "qwen3_8b_math": "qwen3",
 }
