@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,27 @@ def test_both_environments_share_their_pins(minor: int) -> None:
 def test_megatron_core_is_the_newest_that_each_python_has() -> None:
     found = [read_pins(ROOT / "requirements.txt", minor)["megatron-core"] for minor in PYTHONS]
     assert found == ["0.16.1", "0.19.2", "0.19.2"]
+
+
+@pytest.mark.parametrize("lock", sorted((ROOT / "launch/locks").iterdir()), ids=lambda path: path.name)
+def test_a_lock_has_every_pin_with_a_hash(lock: Path) -> None:
+    """Whether it installs is shown by `pip install --no-deps --require-hashes`."""
+    device, minor = re.fullmatch(r"(cpu|gpu)-3\.(\d+)\.txt", lock.name).groups()
+    locked = dict(
+        re.findall(r"^([a-z0-9-]+)==(\S+)(?: ;.*)? \\\n    --hash=sha256:[0-9a-f]{64}", lock.read_text(), re.M)
+    )
+    files = (f"requirements{'-cpu' if device == 'cpu' else ''}.txt", *FOR_TESTS)
+    pins = {name.lower(): version for file in files for name, version in read_pins(ROOT / file, int(minor)).items()}
+    if device == "cpu":
+        del pins["torch"]
+    assert {name: locked.get(name) for name in pins} == pins
+    assert len(locked) == lock.read_text().count("==") > 200
+    assert not {"torchvision", "torchaudio", "torchcodec"} & locked.keys() or device == "gpu"
+
+
+def test_every_python_of_gpus_has_a_lock() -> None:
+    names = {path.name for path in (ROOT / "launch/locks").iterdir()}
+    assert names >= {"cpu-3.11.txt", *(f"gpu-3.{minor}.txt" for minor in PYTHONS)}
 
 
 @needs_cpu

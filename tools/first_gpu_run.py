@@ -199,11 +199,12 @@ def list_rungs(work: Path, ranks: int, is_rehearsal: bool, trl_python: str | Non
 _REHEARSED = ("launch/recipes/qwen2.5_0.5b_gsm8k.yaml", "--nodes", "1", "--gpus-per-node", "1")
 _WITHOUT_AUTOTUNE = "rollout.engine_options={enable_flashinfer_autotune: false}"
 _SUMS = "rollout.engine_options={compilation_config: {pass_config: {fuse_allreduce_rms: %s}}}"
-# Features that are on by default on a GPU and off in the first rollout: the setting, and the next thing to try.
+_FIRST_RUNNER = "rollout.model_runner=v1"  # without async scheduling
+# Features of GPU recipes or defaults that the first rollout lacks: the setting, and the next thing to try.
 _ENGINE_MODES = {
     "compiled engine": ("rollout.enforce_eager=false", "leave rollout.enforce_eager as it is by default"),
-    "async scheduling": ("rollout.async_scheduling=true", "leave rollout.async_scheduling as it is by default"),
-    "model runner v2": ("rollout.model_runner=v2", "leave rollout.model_runner as it is by default"),
+    "async scheduling": ("rollout.async_scheduling=true", "rollout.async_scheduling=false, also in your recipes"),
+    "model runner v2": ("rollout.model_runner=v2", "rollout.model_runner=v1, also in your recipes"),
     "autotuned kernels": ("rollout.engine_options={enable_flashinfer_autotune: true}", _WITHOUT_AUTOTUNE),
 }
 _ENGINE_MODES_OF_TWO = {
@@ -238,14 +239,15 @@ def _list_loops(work: Path, ranks: int, is_rehearsal: bool) -> list[Rung]:
     graph = [*own, "model.dtype=bfloat16", f"actor.step_mode={'static' if is_rehearsal else 'graph'}"]
     advice = "actor.step_mode=static, then model.dtype=float32"
     add("graph step, bfloat16 loop", graph, advice, ["graph step", "loop without vLLM"])
-    one.append(_WITHOUT_AUTOTUNE)
+    one += [_WITHOUT_AUTOTUNE, _FIRST_RUNNER]
     advice = "rollout.engine=hf, which is slow and simple; if its rung holds, vLLM is what breaks"
     add("rollout and switch", one, advice, ["toy task"], "vllm")
     checked = ["--dry-run"] if is_rehearsal else []
     for name, (setting, advice) in _ENGINE_MODES.items():
         add(name, [*one, setting, *checked], advice, ["rollout and switch"], "vllm")
     if ranks > 1:
-        two, advice = [*_torchrun(2), *loop, _WITHOUT_AUTOTUNE], "hybrid.transport=buckets, then NCCL_DEBUG=INFO"
+        two = [*_torchrun(2), *loop, _WITHOUT_AUTOTUNE, _FIRST_RUNNER]
+        advice = "hybrid.transport=buckets, then NCCL_DEBUG=INFO"
         add("two ranks", two, advice, ["groups", "rollout and switch"], "vllm")
         two += ["model.dtype=bfloat16", "rollout.tensor_model_parallel_size=2", "rollout.enforce_eager=false"]
         for name, (setting, advice) in _ENGINE_MODES_OF_TWO.items():

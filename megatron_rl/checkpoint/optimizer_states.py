@@ -85,7 +85,8 @@ def create_states(role: SavedRole, steps: int) -> None:
             for group in optimizer.param_groups:
                 group["step"] = steps
         if steps:
-            optimizer.state[main] = {name: torch.zeros_like(main, dtype=torch.float32) for name in names}
+            device = "cpu" if getattr(optimizer, "keeps_moments_on_host", False) else main.device
+            optimizer.state[main] = {name: torch.zeros_like(main, dtype=torch.float32, device=device) for name in names}
             if counts_in_state and names == MOMENTS:
                 on_device = any(optimizer.defaults.get(name) for name in ("capturable", "fused"))
                 optimizer.state[main]["step"] = torch.tensor(

@@ -26,6 +26,7 @@ from megatron_rl.extension.registry import name_engines
 _FEATURES = attrgetter(
     *(f"{section}.{leaf}" for section in TRAINED for leaf in ("lora", "quantization", "step_mode", "zero_stage")),
     *("actor.expert_tensor_parallel_size", "actor.mtp_lr", "actor.router_replay", "reward_model.zero_stage"),
+    *("actor.optimizer", "critic.optimizer"),
     *("data.weights", "data.pass_rate_range", "hybrid.lora", "rollout.engine_options", "rollout.quantization"),
     *("rollout.bitwise", "rollout.thinking_budget", "rollout.validation_sets", "rollout.top_p", "rollout.top_k"),
     *("rollout.min_p", "rollout.min_tokens", "rollout.validation_top_p", "rollout.validation_top_k", "agents"),

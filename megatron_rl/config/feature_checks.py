@@ -19,7 +19,7 @@ from megatron_rl.extension.registry import name_engines
 def check_features(config: CheckedConfig) -> None:
     """Record the mistakes in the settings of features that are off by default."""
     config.apply(_check_validation_sets)
-    for rule in (_check_step_mode, _check_quantization):
+    for rule in (_check_step_mode, _check_streaming, _check_quantization):
         for section in TRAINED:
             config.apply(rule, section)
     for rule in _RULES:
@@ -139,6 +139,13 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
         config.allow(f"{section}.{leaf}", value, f"is not captured yet ({what}): {graph} cannot take it", static)
     for leaf in ("offload_gradients", "offload_optimizer"):
         config.allow(f"{section}.{leaf}", False, f"moves memory that the graphs of {graph} have captured", static)
+
+
+def _check_streaming(config: CheckedConfig, section: str) -> None:
+    """Refuse to stream the moments of Muon."""
+    if config.get(f"{section}.offload_optimizer") == "stream":
+        why = f"with {section}.offload_optimizer = 'stream', which updates a few parameters at a time as Adam"
+        config.allow(f"{section}.optimizer", "adam", why, f"{section}.offload_optimizer=true")
 
 
 def _check_quantization(config: CheckedConfig, section: str) -> None:
@@ -379,7 +386,8 @@ def _check_sampling(config: CheckedConfig) -> None:
     )
     if config.get("rollout.is_ever_truncated") and config.supports("vllm_modes"):
         why = "with rollout.top_p, top_k, min_p or min_tokens: its sampler does not tell what it draws from"
-        config.allow("rollout.model_runner", "v1", why, "leave these out")
+        if config.get("rollout.model_runner") == "v2":
+            config.allow("rollout.model_runner", "v1", why, "leave these out")
 
 
 def _check_routes(config: CheckedConfig) -> None:
@@ -397,7 +405,8 @@ def _check_routes(config: CheckedConfig) -> None:
     if config.supports("vllm_modes"):
         for leaf, needed in (("enforce_eager", True), ("async_scheduling", False), ("model_runner", "v1")):
             why = "with actor.router_replay = 'engine': routers are listened to in each forward"
-            config.allow(f"rollout.{leaf}", needed, why, trainer)
+            if config.get(f"rollout.{leaf}") not in (None, "auto"):
+                config.allow(f"rollout.{leaf}", needed, why, trainer)
 
 
 def _check_schedule(config: CheckedConfig) -> None:

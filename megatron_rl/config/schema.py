@@ -30,6 +30,7 @@ from megatron_rl.extension.registry import find_engine
 
 TRAINED = ("actor", "critic")  # sections of roles with an optimizer
 FULLY_SHARDED = 3  # the `zero_stage` in which ranks share weights
+STREAMED_BYTES = 512 << 20  # moments on a GPU at a time with `offload_optimizer: stream`; one parameter may have more
 # Settings of the actor that the critic and teachers take over; the reward model keeps the defaults.
 ACTOR_DECIDES = ("share_prompts", "logprob_chunk_tokens", "adam_eps", "bucket_tokens", "graph_memory_gib")
 
@@ -104,8 +105,10 @@ class TrainedConfig(LayoutConfig):
     adam_eps: float = option(1e-8, "Epsilon of Adam.", gt=0)
     clip_grad: float = option(1.0, "Largest global gradient norm; 0 switches clipping off.", ge=0)
     offload_gradients: bool = option(False, "Give gradient buffers back while the engine generates.")
-    offload_optimizer: bool = option(
-        False, "Keep optimizer states (bfloat16: and float32 weights) on the host while the engine generates."
+    offload_optimizer: Literal[False, True, "stream"] = option(
+        False,
+        "Keep optimizer states (bfloat16: and float32 weights) on the host while the engine generates; stream: Adam's "
+        "moments always, and each update loads them in chunks (docs/optimizers.md).",
     )
     overlap_grad_reduce: bool = option(
         False, "Reduce gradients over DP during the backward of the last microbatch (dense)."
@@ -207,9 +210,9 @@ class RolloutConfig(SamplingSettings):
         0.5, "Share of GPU memory that the engine may use (GPU only).", gt=0, le=1, hint="use 0.5"
     )
     enforce_eager: bool = option(True, "Run the engine without torch.compile and CUDA graphs; on CPU always so.")
-    async_scheduling: bool = option(False, "vLLM on a GPU: schedule the next step during this one; on CPU never so.")
-    model_runner: Literal["v1", "v2"] = option(
-        "v1", "vLLM on a GPU: v1, or v2 with a Triton sampler that draws other tokens; on CPU v1."
+    async_scheduling: bool | None = option(None, "vLLM on a GPU: plan the next step early; null: with model runner v2.")
+    model_runner: Literal["auto", "v1", "v2"] = option(
+        "auto", "vLLM on a GPU; they draw other tokens. auto: v2, or v1 if truncation or router replay needs it."
     )
     quantization: Literal["none", "int8", "fp8"] = option(
         "none", "vLLM keeps the matrices of attention and MLPs in eight bits (docs/sampling.md)."

@@ -43,12 +43,12 @@ def import_library(name: str, device: torch.device) -> None:
             prepare_vllm(device)
 
 
-def describe_engine(config: RolloutConfig, device: torch.device) -> str:
+def describe_engine(config: RolloutConfig, device: torch.device, records_routes: bool = False) -> str:
     """Describe for the log how vLLM or SGLang runs; "" for other engines."""
     if config.supports("vllm_modes"):
         from megatron_rl.engines.vllm.vllm_settings import describe_modes
 
-        return describe_modes(config, device)
+        return describe_modes(config, device, records_routes)
     if config.engine == "sglang" and device.type == "cpu":
         return "seeds of responses have no effect on CPU: the same run again samples something else"
     return ""

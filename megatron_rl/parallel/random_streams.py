@@ -13,10 +13,11 @@ import torch
 
 @contextmanager
 def keep_random_streams() -> Iterator[None]:
-    """Restore the generators of Python, numpy, torch and all CUDA devices after the block, even after an error."""
+    """Restore the generators of Python, numpy, torch and the current GPU after the block, even after an error."""
     python, legacy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count()), device_type="cuda"):
+        with torch.random.fork_rng(devices=devices, device_type="cuda"):
             yield
     finally:
         random.setstate(python)

@@ -27,7 +27,7 @@ from functools import lru_cache
 from itertools import chain
 
 from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig
+from megatron_rl.config.schema import FULLY_SHARDED, STREAMED_BYTES, LayoutConfig, TrainedConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.engine_weights import count_own_bytes, count_staged_bytes
@@ -117,7 +117,8 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
         dtype, upkeep = config.model.dtype, Upkeep.of(config.actor)
         actor += compute_role_bytes(job.shape.mtp, job.layout.last_stage, rank, dtype=dtype, upkeep=upkeep)
     # The actor's offloaded state is on the device in training, and on the host in all other phases.
-    training = {"weights": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
+    optimizer = _count_optimizer(config.actor, actor)
+    training = {"weights": actor.parameters, "gradients": actor.gradients, "optimizer": optimizer}
     waiting = dict(training)
     if config.actor.offload_gradients:
         waiting["gradients"] = 0
@@ -125,14 +126,14 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
         waiting["optimizer"] = 0
     reference = count_role_bytes(job, rank, roles["reference"]).parameters if "reference" in roles else 0
     resting = {"reference": 0 if config.reference.offload else reference}
-    host = config.actor.offload_optimizer * actor.optimizer + config.reference.offload * reference
+    host = bool(config.actor.offload_optimizer) * actor.optimizer + config.reference.offload * reference
     others = [(role, count_role_bytes(job, rank, role)) for role in job.others]
     for role, held in others:
         if role.trainable:
             gradients = 0 if role.training.offload_gradients else held.gradients
             optimizer = 0 if role.training.offload_optimizer else held.optimizer
             resting[role.title] = held.parameters + gradients + optimizer
-            host += role.training.offload_optimizer * held.optimizer
+            host += bool(role.training.offload_optimizer) * held.optimizer
         else:
             resting[role.title] = 0 if role.offload else held.total
             host += role.offload * held.total
@@ -140,7 +141,10 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
     resident = base | waiting | resting
     phases, cache, per_token = _engine_phases(job, rank, actor, resident)
     # From a step's second minibatch on, all trained roles have their offloaded state on the device.
-    updating = base | training | resting | {role.title: held.total for role, held in others if role.trainable}
+    updating = base | training | resting
+    for role, held in others:
+        if role.trainable:
+            updating[role.title] = held.parameters + held.gradients + _count_optimizer(role.training, held)
     for role, held in others:
         name = {"value": "values", "score": "rewards", "logprob": role.title}[role.head]
         at_work = resident if role.trainable else resident | {role.title: held.total}
@@ -157,6 +161,13 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
     phases.append(MemoryPhase("actor update", updating | update))
     phases = [MemoryPhase(phase.name, {kind: size for kind, size in phase.parts.items() if size}) for phase in phases]
     return RankMemory(rank, phases, cache, per_token, host)
+
+
+def _count_optimizer(section: TrainedConfig, held: RoleBytes) -> int:
+    """Return the bytes of optimizer states on the GPU during an update."""
+    if section.offload_optimizer != "stream":
+        return held.optimizer
+    return held.main_weights + min(STREAMED_BYTES, held.optimizer - held.main_weights)
 
 
 def _count_kept(job: Job) -> int:

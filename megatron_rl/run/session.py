@@ -126,7 +126,8 @@ def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, de
         what = f", {config.model.dtype}, {impl} layers on {device}" if is_actor else ""
         if where or role.spec.name != "reference":
             yield f"{role.spec.title}: {role.layout.describe()}{where}{what}"
-    modes, engines = describe_engine(config.rollout, device), config.placement.ranks_of("rollout", plan.world_size)
+    modes = describe_engine(config.rollout, device, config.actor.router_replay == "engine")
+    engines = config.placement.ranks_of("rollout", plan.world_size)
     yield (
         f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of "
         f"{'the actor, rank(s) ' if plan.engine_is_actor else 'tp='}{plan.engine_ranks}"

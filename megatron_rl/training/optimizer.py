@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ class Optimizer:
         self._ddp: list[Any] = [*model.ddp]
         self._stages = model.stages
         self._collection, self._device = model.groups.collection, model.device
-        self._offloads_gradients, self._offloads_states = config.offload_gradients, config.offload_optimizer
+        self._offloads_gradients, self._offloads_states = config.offload_gradients, bool(config.offload_optimizer)
+        self._streams = config.offload_optimizer == "stream"
         self.megatron = _build_optimizer(model, config)
         self.scheduler = _build_scheduler(self.megatron, config, total_steps)
         self.steps = 0
@@ -123,6 +125,7 @@ class Optimizer:
         groups = [group for adam in self.adams for group in adam.param_groups]
         weights = [p for group in groups for p in group["params"]]
         states = [x for adam in self.adams for state in adam.state.values() for x in state.values() if x.dim()]
+        states = [] if self._streams else states
         return [p for p in weights if p.untyped_storage().data_ptr() not in of_model] + states
 
     def zero_grad(self) -> None:
@@ -210,18 +213,20 @@ def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimiz
         params_dtype=model.config.params_dtype,
         use_distributed_optimizer=role.use_distributed_optimizer,
     )
+    kind: type[torch.optim.AdamW] = torch.optim.AdamW
+    if role.optimizer == "muon":
+        from megatron_rl.training.muon import AdamAndMuon as kind
+    elif role.offload_optimizer == "stream":
+        from megatron_rl.training.streamed_adam import StreamedAdam as kind
     if model.is_fully_sharded:
         from megatron_rl.training.fully_sharded import ShardedAdam
 
         is_tied = model.shape.tied_embeddings and not model.shape.has_score_head
-        return ShardedAdam(model.stages, model.groups, config, _make_fused_adam, is_tied=is_tied)
+        return ShardedAdam(model.stages, model.groups, config, partial(_make_fused_adam, kind=kind), is_tied=is_tied)
     with _job_of(model.groups.world):
         optimizer = get_megatron_optimizer(
             config, [*model.ddp], use_gloo_process_groups=False, pg_collection=model.groups.collection
         )
-    kind = torch.optim.AdamW
-    if role.optimizer == "muon":
-        from megatron_rl.training.muon import AdamAndMuon as kind
     for part in _list_parts(optimizer):
         if not part.is_stub_optimizer:
             _use_fused_adam(part, kind, is_capturable=model.stream is not None)

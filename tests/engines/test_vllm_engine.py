@@ -169,12 +169,14 @@ def test_cache_holds_the_configured_number_of_sequences() -> None:
     assert cpu_cache_bytes(replace(SPEC, config=RolloutConfig(kv_cache_gib=0.5))) == 1 << 29
 
 
+ON_CPU = "eager, async scheduling off, model runner v1"
 MODES = [  # settings; on a GPU: eager, async scheduling, VLLM_USE_V2_MODEL_RUNNER, description; description on CPU
-    ({}, (True, False, "0"), "eager, async scheduling off, model runner v1", ""),
+    ({}, (True, True, "1"), "eager, async scheduling on, model runner v2 with its Triton sampler", ""),
+    ({"model_runner": "v1"}, (True, False, "0"), ON_CPU, ""),
     (
-        {"enforce_eager": False},
+        {"enforce_eager": False, "validation_top_p": 0.9},
         (False, False, "0"),
-        "compiled with CUDA graphs, async scheduling off, model runner v1",
+        "compiled with CUDA graphs, async scheduling off, model runner v1, which truncated sampling needs",
         "; no effect on CPU: rollout.enforce_eager=false",
     ),
     (
@@ -182,6 +184,12 @@ MODES = [  # settings; on a GPU: eager, async scheduling, VLLM_USE_V2_MODEL_RUNN
         (True, True, "1"),
         "eager, async scheduling on, model runner v2 with its Triton sampler",
         "; no effect on CPU: rollout.async_scheduling=true, rollout.model_runner=v2",
+    ),
+    (
+        {"async_scheduling": False},
+        (True, False, "1"),
+        "eager, async scheduling off, model runner v2 with its Triton sampler",
+        "",
     ),
 ]
 
@@ -196,8 +204,18 @@ def test_modes(settings: dict[str, Any], on_gpu: tuple[bool, bool, str], said: s
         found = arguments["enforce_eager"], arguments["async_scheduling"], environment["VLLM_USE_V2_MODEL_RUNNER"]
         assert found == expected
     assert describe_engine(config, gpu) == said
-    assert describe_engine(config, torch.device("cpu")) == MODES[0][2] + ignored
+    assert describe_engine(config, torch.device("cpu")) == ON_CPU + ignored
     assert describe_engine(replace(config, engine="hf"), gpu) == ""
+
+
+def test_router_replay_has_the_first_model_runner() -> None:
+    """Routes are recorded by hooks on it; whether the settings admit router replay is checked before."""
+    gpu = torch.device("cuda", 0)
+    spec = replace(SPEC, config=RolloutConfig(), process=Process(0, 1, 0, 1, gpu), records_routes=True)
+    assert list_engine_environment(spec)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert list_engine_arguments(spec)["async_scheduling"] is False
+    said = "eager, async scheduling off, model runner v1, which router replay needs"
+    assert describe_engine(spec.config, gpu, records_routes=True) == said
 
 
 def test_names_of_arguments_and_environment(vllm_imported: None) -> None:

@@ -40,12 +40,14 @@ RECIPES = {  # recipe -> family of its model
     "qwen2.5_7b_search": "qwen2",
     "qwen3_30b_a3b_math": "qwen3_moe",
     "qwen3_30b_a3b_zero3": "qwen3_moe",
+    "qwen3_32b_math": "qwen3",
     "qwen3_8b_long": "qwen3",
     "qwen3_8b_math": "qwen3",
 }
 # Each differs from one of the others in sizes, offloading and layout alone, or has a family or agents of other tests.
 ALIKE = {"qwen2.5_72b_math", "qwen2.5_7b_gsm8k", "qwen3_30b_a3b_math"}
 ALIKE |= {"glm4.5_air_math", "llama3.1_8b_gsm8k", "qwen3_8b_math", "qwen3_8b_long", "qwen2.5_7b_search"}
+ALIKE |= {"qwen3_32b_math"}
 WITH_PACKAGES = {"qwen2.5_0.5b_reasoning_gym"}  # need packages that are not installed here
 ENDS = [2, *range(0, 500, 5)]  # the tokenizer's EOS, and enough others that responses end in them
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

@@ -37,17 +37,32 @@ esac
 
 
 def run(
-    directory: Path, *arguments: str, front: int = 0, behind: int = 0, slow: int = 0, lost: str = ""
+    directory: Path,
+    *arguments: str,
+    front: int = 0,
+    behind: int = 0,
+    slow: int = 0,
+    lost: str = "",
+    python_312: str = "bin/python3.12",
 ) -> subprocess.CompletedProcess[str]:
-    """tests/run.sh in a project that has nothing but it."""
-    for name, text in (("tests/run.sh", ""), ("launch/setup.sh", ""), ("venv/bin/python", PYTHON)):
+    """tests/run.sh in a project that has nothing but it; `python_312` is the place of an empty Python 3.12, if any."""
+    set_up = 'echo "$MEGATRON_RL_PYTHON for $MEGATRON_RL_VENV" >>"${MEGATRON_RL_VENV%/venv*}/set-up"'
+    environments = {"venv/bin/python": PYTHON, "venv-3.12/bin/python": PYTHON, python_312 or "none": "#!/bin/sh\n"}
+    for name, text in {
+        "tests/run.sh": "",
+        "launch/setup.sh": set_up,
+        "bin/python3.12": "exit 1",
+        **environments,
+    }.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+        path.chmod(0o755)
     shutil.copy(TESTS / "run.sh", directory / "tests/run.sh")
-    (directory / "venv/bin/python").chmod(0o755)
     (directory / "scratch").mkdir(exist_ok=True)
     environment = os.environ | {
+        "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
+        "PYENV_ROOT": str(directory / "pyenv"),
         "MEGATRON_RL_VENV": str(directory / "venv"),
         "TMPDIR": str(directory / "scratch"),
         "FRONT": str(front),
@@ -95,12 +110,12 @@ def test_all_is_the_fast_tests_and_then_the_slow_ones(tmp_path: Path) -> None:
     assert "--part" not in result.stdout
 
 
-def test_continuous_integration_has_a_quarter_of_the_slow_tests_that_changes_with_every_commit(tmp_path: Path) -> None:
+def test_continuous_integration_has_a_part_that_changes_with_every_commit(tmp_path: Path) -> None:
     """Without a history the day chooses. A failure of a fast test leaves the slow ones their turn."""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
     parts = []
-    for commits in range(6):
-        result = run(tmp_path, "--ci", front=commits)
+    for commits in range(5):
+        result = run(tmp_path, "--ci", front=commits, python_312="")
         assert result.returncode == commits
         assert read_names(result) == ["in-front", "behind", "checks", "slow-in-front", "slow-behind"]
         found = re.findall(r"said slow\S+ --part (\d)/4 --deadline (\d+)", result.stdout)
@@ -110,8 +125,28 @@ def test_continuous_integration_has_a_quarter_of_the_slow_tests_that_changes_wit
         if commits == 0:
             subprocess.run([*git, "init", "-q"], check=True)
         subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "more"], check=True)
-    assert parts[0] in {int(time.time()) // 86400 % 4 + 1, int(time.time() - 60) // 86400 % 4 + 1}
-    assert parts[1:] == [2, 3, 4, 1, 2]
+    assert parts[0] in {int(seconds) // 86400 % 5 or 4 for seconds in (time.time(), time.time() - 60)}
+    assert parts[1:] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("place", ["bin/python3.12", "pyenv/versions/3.12.1/bin/python3.12", ""])
+def test_the_fifth_part_is_python_312(tmp_path: Path, place: str) -> None:
+    """In an environment of its own, whose failures count. A command of pyenv for a Python that is not active fails."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
+    run(tmp_path)
+    subprocess.run([*git, "init", "-q"], check=True)
+    for _ in range(5):
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "more"], check=True)
+    (tmp_path / "set-up").unlink()
+    result = run(tmp_path, "--ci", behind=3, slow=4, python_312=place)
+    made = (tmp_path / "set-up").read_text().splitlines()
+    if place:
+        assert read_names(result) == ["in-front", "behind", "checks", "in-front", "behind"] and result.returncode == 3
+        name = "python3.12" if place.startswith("bin") else tmp_path / place
+        assert made[1:] == [f"{name} for {tmp_path}/venv-3.12"]
+    else:
+        assert read_names(result)[3:] == ["slow-in-front", "slow-behind"] and len(made) == 1
+        assert "no Python 3.12 was found" in result.stderr and " --part 4/4 " in result.stdout
 
 
 def write_project(directory: Path, files: dict[str, str], seconds: dict[str, float] | None = None) -> None:

@@ -178,7 +178,7 @@ def servers() -> dict[str, Any]:
     return {
         "refused": _refusal(lambda: served._check_device(_spec(model=model))),
         "devices": served._list_devices(_spec(config=config))["CUDA_VISIBLE_DEVICES"],
-        "eager": fit_to_device(RolloutConfig(enforce_eager=False), CUDA).enforce_eager,
+        "eager": fit_to_device(RolloutConfig(enforce_eager=False), CUDA, False).enforce_eager,
         "compiled": VllmServer(_spec(config=config)).list_environment()["TORCHDYNAMO_DISABLE"],
         "sglang": [sglang.make_command(Path("x"), 1)[-2:], sglang.list_environment()],
     }

@@ -37,6 +37,7 @@ def test_recipes_are_shipped_for_real_models() -> None:
         "qwen2.5_0.5b_gsm8k",
         "qwen2.5_7b_distill",
         "qwen2.5_7b_gsm8k",
+        "qwen3_32b_math",
         "qwen3_8b_long",
         "qwen3_8b_math",
         "llama3.1_8b_gsm8k",

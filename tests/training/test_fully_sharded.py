@@ -57,7 +57,7 @@ EXPERT_LAYOUTS = {
     "ep2-dp4-full": case(4, FULL, ep=2),
     "ep2-tp2-sp": case(4, actor=SP, tp=2, ep=2),
 }
-OFFLOADED = dict(offload_gradients=True, offload_optimizer=True)
+OFFLOADED = (dict(offload_optimizer=True), dict(offload_optimizer="stream"))
 TOLERANCE = 1e-6
 
 
@@ -237,8 +237,9 @@ def test_a_reference_scores_with_shared_weights(dtype: str, family: str, paths: 
 
 
 def _release_on_rank(rank: int, world_size: int, case: Case, path: Path) -> list[Any]:
-    """Return the metrics of two updates, with and without a release between them."""
-    actors = [build_actor(replace(case, actor=case.actor | (OFFLOADED if n else {})), path) for n in (False, True)]
+    """Return the metrics of two updates with a release between them: without offloading, and with both kinds of it."""
+    settings = ({}, *(dict(offload_gradients=True, **kind) for kind in OFFLOADED))
+    actors = [build_actor(replace(case, actor=case.actor | own), path) for own in settings]
     batch = build_batch(actors[0].model, case)
     batch = replace(batch, old_logprobs=actors[0].compute_logprobs(batch))
     metrics = []
@@ -252,5 +253,5 @@ def _release_on_rank(rank: int, world_size: int, case: Case, path: Path) -> list
 def test_states_and_gradients_come_back(paths: dict[str, Path]) -> None:
     """The float32 weights of a bfloat16 model are its shards, and stay."""
     case = Case(2, actor=dict(zero_stage=3), dtype="bfloat16")
-    for plain, released in run_ranks(_release_on_rank, 2, case, paths["qwen2"], timeout=60):
-        assert plain == released
+    for plain, released, streamed in run_ranks(_release_on_rank, 2, case, paths["qwen2"], timeout=60):
+        assert plain == released == streamed

@@ -72,15 +72,19 @@ def train(rank: int, world_size: int, path: Path, case: Case, is_released: bool)
             {"offload_gradients": True, "offload_optimizer": True, "zero_stage": 0},
             (1, 3),
         ),
+        ("float32", {"offload_gradients": True, "offload_optimizer": "stream"}, (0, 0)),
+        ("bfloat16", {"offload_gradients": True, "offload_optimizer": "stream"}, (1, 1)),
+        ("bfloat16", {"offload_gradients": True, "offload_optimizer": "stream", "zero_stage": 0}, (1, 1)),
     ],
 )
 def test_released_training_memory_changes_no_bit(
-    path: Path, dtype: str, options: dict[str, bool], floats: tuple[int, int]
+    path: Path, dtype: str, options: dict[str, Any], floats: tuple[int, int]
 ) -> None:
     """Gradient buffers are empty in between; three updates end in the same weights as without.
 
     The host holds `floats` per parameter of the rank, before and after the first update has made Adam's moments: with
-    bfloat16 the main weights as well, with float32 not the weights, which are the model's own.
+    bfloat16 the main weights as well, with float32 not the weights, which are the model's own. Streamed moments have
+    memory of their own.
     """
     case = replace(Case(2, {}), dtype=dtype)
     own = {name: value for name, value in options.items() if name == "zero_stage"}

@@ -309,8 +309,10 @@ def predict_step(
         if role.trainable:
             scoring[role.name], updates[role.name] = score, update + wait(role.name)
     if actor.offload_optimizer:
-        optimizer = max(phase.parts.get("optimizer", 0) for rank in memory for phase in rank.phases)
-        phases["offload"] = 2 * optimizer / job.cluster.host_bandwidth
+        held = [count_role_bytes(job, rank, roles["actor"]) for rank in (job.layout.ranks[0], job.layout.ranks[-1])]
+        times = work.optimizer_steps if actor.offload_optimizer == "stream" else 1  # of the moments
+        moved = max(one.main_weights + times * (one.optimizer - one.main_weights) for one in held)
+        phases["offload"] = 2 * moved / job.cluster.host_bandwidth
     overlap = sum(_find_overlap(job, seconds) for seconds in (scoring, updates))
     return StepTime(phases, compute_bubble(work, job.layout, actor), overlap)
 

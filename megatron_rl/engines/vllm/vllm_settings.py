@@ -32,28 +32,35 @@ _CPU_STEP_TOKENS = 4096  # vLLM's default
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)  # buffer sizes of vLLM
 
 
-def fit_to_device(config: RolloutConfig, device: torch.device) -> RolloutConfig:
-    """Replace vLLM's execution modes that a CPU does not support."""
-    return replace(config, **_MODES_ON_CPU) if device.type == "cpu" else config
+def fit_to_device(config: RolloutConfig, device: torch.device, records_routes: bool) -> RolloutConfig:
+    """Choose vLLM's execution modes: those that a CPU supports, and on a GPU the default ones."""
+    if device.type == "cpu":
+        return replace(config, **_MODES_ON_CPU)
+    chosen = "v1" if records_routes or config.is_ever_truncated else "v2"
+    runner = chosen if config.model_runner == "auto" else config.model_runner
+    scheduling = runner == "v2" if config.async_scheduling is None else config.async_scheduling
+    return replace(config, model_runner=runner, async_scheduling=scheduling)
 
 
-def describe_modes(config: RolloutConfig, device: torch.device) -> str:
+def describe_modes(config: RolloutConfig, device: torch.device, records_routes: bool) -> str:
     """Describe active and ignored modes (CUDA graphs, async scheduling, model runner) for the log."""
-    fitted = fit_to_device(config, device)
+    fitted = fit_to_device(config, device, records_routes)
     eager = "eager" if fitted.enforce_eager else "compiled with CUDA graphs"
     runner = fitted.model_runner + (" with its Triton sampler" if fitted.model_runner == "v2" else "")
+    if (config.model_runner, runner, device.type) == ("auto", "v1", "cuda"):
+        runner += f", which {'router replay' if records_routes else 'truncated sampling'} needs"
     text = f"{eager}, async scheduling {'on' if fitted.async_scheduling else 'off'}, model runner {runner}"
     ignored = [
         f"rollout.{name}={str(getattr(config, name)).lower()}"
         for name in _MODES_ON_CPU
-        if getattr(config, name) != getattr(fitted, name)
+        if getattr(config, name) not in (None, "auto", getattr(fitted, name))
     ]
     return f"{text}; no effect on CPU: {', '.join(ignored)}" if ignored else text
 
 
 def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
     """Return the settings that vLLM reads from the environment."""
-    runner = fit_to_device(spec.config, spec.process.device).model_runner
+    runner = fit_to_device(spec.config, spec.process.device, spec.records_routes).model_runner
     return {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
         # MLA caches products of weights, which a weight update would leave stale.
@@ -63,8 +70,8 @@ def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
 
 def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`, including `rollout.engine_options`."""
-    config, rank = fit_to_device(spec.config, spec.process.device), spec.process.rank
-    longest = spec.max_prompt_length + spec.max_response_length
+    config = fit_to_device(spec.config, spec.process.device, spec.records_routes)
+    rank, longest = spec.process.rank, spec.max_prompt_length + spec.max_response_length
     arguments: dict[str, Any] = dict(
         model=spec.model_path,
         load_format=LOAD_FORMAT,
@@ -122,7 +129,7 @@ def _take_text_part(shape: ModelShape, config: Any) -> Any:
 
 def records_kept_sets(spec: EngineSpec) -> bool:
     """Return whether vLLM can record the sets that tokens are drawn from: only with model runner v1."""
-    return fit_to_device(spec.config, spec.process.device).model_runner == "v1"
+    return fit_to_device(spec.config, spec.process.device, spec.records_routes).model_runner == "v1"
 
 
 def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
