@@ -12,7 +12,7 @@ term has a choice of place.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -419,10 +419,35 @@ _SHARING = (
 )
 
 
+def _list_sharing(prefix: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{leaf}" for leaf in _SHARING)
+
+
+def _read_budget(parts: Parts, tokens: Setting, sharing: Sequence[str], target: str) -> Setting:
+    """Return a role's token budget: the tokens of a GPU times the ranks that share a sequence."""
+    counts = [parts[name].value for name in sharing if name in parts]
+    ranks = max((count for count in counts if isinstance(count, int)), default=1)
+    is_scaled = isinstance(tokens.value, int) and ranks > 1
+    return replace(tokens, name=target, value=tokens.value * ranks if is_scaled else tokens.value)
+
+
+_REF_BUDGET = tuple(f"actor_rollout_ref.ref.log_prob_{leaf}" for leaf in ("max_token_len_per_gpu", "use_dynamic_bsz"))
+_DYNAMIC = f"{_ACTOR}.use_dynamic_bsz"
+
+
+def _combine_reference_budget(parts: Parts) -> Combined:
+    tokens, dynamic = parts.get(_REF_BUDGET[0]), parts.get(_REF_BUDGET[1], parts.get(_DYNAMIC))
+    if tokens is not None and tokens.value is not None:
+        if dynamic is not None and read_boolean(dynamic):
+            yield _read_budget(parts, tokens, _list_sharing(_ACTOR), "reference.max_tokens_per_microbatch")
+        else:
+            yield note(tokens, f"{_REF_BUDGET[1]} is not true")
+
+
 def _budget_group(prefix: str, role: str) -> AliasGroup:
     """Build the translation of a role's micro-batch settings, in tokens or sequences, to its token budget."""
     tokens, dynamic = f"{prefix}.ppo_max_token_len_per_gpu", f"{prefix}.use_dynamic_bsz"
-    sharing = tuple(f"{prefix}.{leaf}" for leaf in _SHARING)
+    sharing = _list_sharing(prefix)
     sequences, target = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{role}.max_tokens_per_microbatch"
 
     def combine(parts: Parts) -> Combined:
@@ -430,11 +455,7 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
         is_dynamic = dynamic in parts and read_boolean(parts[dynamic])
         if sequences not in given or (is_dynamic and tokens in given):
             if tokens in given:
-                counts = [parts[name].value for name in sharing if name in parts]
-                ranks = max((count for count in counts if isinstance(count, int)), default=1)
-                per_gpu = given[tokens].value
-                budget = per_gpu * ranks if isinstance(per_gpu, int) and ranks > 1 else per_gpu
-                yield replace(given[tokens], name=target, value=budget)
+                yield _read_budget(parts, given[tokens], sharing, target)
             if sequences in given:
                 yield note(given[sequences], f"{dynamic} is true")
             return
@@ -616,6 +637,12 @@ GROUPS: tuple[AliasGroup, ...] = (
             "reward_model.reward_kwargs.overlong_buffer_cfg",
             "reward.reward_kwargs.overlong_buffer_cfg",
         )
+    ),
+    AliasGroup(
+        _REF_BUDGET,
+        "reference.max_tokens_per_microbatch: the number of tokens of a GPU times the ranks that share a sequence",
+        _combine_reference_budget,
+        reads=(_DYNAMIC, *_list_sharing(_ACTOR)),
     ),
     *(_budget_group(prefix, role) for prefix, role in _ROLES),
     *(_betas_group(prefix, role) for prefix, role in _ROLES),

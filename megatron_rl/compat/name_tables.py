@@ -164,9 +164,8 @@ _REMOTE_CODE = "code of a model directory is never run; a family that needs it i
 _CLASSES = "verl's classes of tools and agent loops are not loaded; see docs/agents.md"
 _CHECKPOINTING = ((True, "full"), (False, "none"))
 _LOG_PROB_BATCHES = each(
-    "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu "
-    "log_prob_use_dynamic_bsz",
-    Ignored("log-probs are computed in the actor's microbatches"),
+    "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu",
+    Ignored("log-probs are computed in microbatches of tokens"),
 )
 
 
@@ -284,6 +283,10 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
         Ignored(_ENGINE),
     ),
     **_LOG_PROB_BATCHES,
+    **each(
+        "log_prob_max_token_len_per_gpu log_prob_use_dynamic_bsz",
+        Ignored("log-probs are computed in the actor's microbatches"),
+    ),
 }
 
 _REF: dict[str, Alias] = {

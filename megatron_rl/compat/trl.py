@@ -107,7 +107,7 @@ ALIASES: dict[str, Alias] = {
     "save_steps": Renamed("trainer.save_freq"),
     "save_total_limit": Renamed("checkpoint.keep_last"),
     "resume_from_checkpoint": Renamed("checkpoint.resume", ((True, "auto"), (False, "never"))),
-    "logging_steps": Renamed("observability.console_every"),
+    "logging_steps": Ignored("each step has a line on the console and in metrics.jsonl"),
     "run_name": Renamed("observability.wandb_name"),
     "log_completions": Ignored("trainer.log_rollouts says how many rollouts are written"),
     "report_to": Ignored("metrics go to metrics.jsonl and TensorBoard; observability.wandb=online sends them to W&B"),

@@ -22,7 +22,6 @@ _SYNONYMS = {
     "output_dir": "run_dir",
     "model_name_or_path": "path",
     "max_grad_norm": "clip_grad",
-    "logging_steps": "console_every",
 }
 _HISTORY = "not served: a token's probability would depend on which tokens came before, by a rule that training lacks"
 _FORBIDDEN = "not served: it forbids tokens, and which ones is not recorded for training"

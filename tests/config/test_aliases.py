@@ -313,6 +313,17 @@ def test_a_budget_per_gpu_counts_the_ranks_that_share_a_sequence() -> None:
     assert (actor.max_tokens_per_microbatch, actor.context_parallel_size) == (12000, 4)
 
 
+def test_a_reference_has_a_budget_of_its_own_with_dynamic_batches_only() -> None:
+    tokens, kl = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=5000", f"{ACTOR}.use_kl_loss=true"
+    dynamic = "actor_rollout_ref.ref.log_prob_use_dynamic_bsz"
+    split = f"{ACTOR}.ulysses_sequence_parallel_size=4"
+    assert load(kl, tokens).config.reference.max_tokens_per_microbatch is None
+    assert load(kl, tokens, f"{dynamic}=true").config.reference.max_tokens_per_microbatch == 5000
+    given = (f"{ACTOR}.use_dynamic_bsz=true", kl, tokens, split)
+    assert load(*given).config.reference.max_tokens_per_microbatch == 20000
+    assert load(*given, f"{dynamic}=false").config.reference.max_tokens_per_microbatch is None
+
+
 def test_every_target_is_a_setting() -> None:
     targets = {alias.target for alias in ALIASES.values() if isinstance(alias, Renamed | SameAs)}
     targets |= {target for group in GROUPS for target in group.targets.values()}
