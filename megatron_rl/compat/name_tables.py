@@ -19,6 +19,7 @@ OFF = ((-1, 0),)
 BUDGET = "max_tokens_per_microbatch bounds every forward pass"
 MEGATRON = "the models run on megatron-core"
 FSDP = f"{MEGATRON}; zero_stage=3 of a role shares its weights as FSDP does"
+HYBRID_SHARD = "weights are shared by all DP and CP ranks (zero_stage=3), not inside of nodes alone (HYBRID_SHARD)"
 _SHARED = "the engine uses the actor's weights while it generates, there is nothing to gain"
 STAGES = ((True, 3), (False, 1))  # of `reshard_after_forward`
 FUSED = "kernels are chosen by what is installed"
@@ -388,7 +389,10 @@ _DATA: dict[str, Alias] = {
         Ignored("prompts are read once, at the start"),
     ),
     **each("image_key video_key audio_key image_patch_size return_multi_modal_inputs", Ignored(_TEXT)),
-    **each("custom_cls.path sampler.class_path datagen.path", Only((), "prompts come from JSONL and parquet files")),
+    **each("custom_cls.path datagen.path", Only((), "no class of data sets is loaded: pass rows to Trainer(data=...)")),
+    "sampler.class_path": Only(
+        (), "no sampler is loaded, (seed, position) gives a prompt: set data.shuffle=false for the files' order"
+    ),
     **each("custom_cls.name sampler.class_name datagen.name", Ignored("it belongs to a file that is given")),
 }
 
@@ -478,6 +482,7 @@ PATTERNS: Mapping[str, Ignored | Only] = {
     "actor_rollout_ref.model.lora.*": Ignored("adapters start as PEFT's do, and act on language layers"),
     **each("*.qat.* actor_rollout_ref.rollout.qat", Ignored("it belongs to qat.enable")),
     **each("*.router_replay.*", Ignored("routes are not kept in files")),
+    "*.fsdp.fsdp_size": Only((-1,), HYBRID_SHARD),
     **each("*.veomni.* *.torchtitan.* *.fsdp.*", Ignored(FSDP)),
     **each("*.pad_to_length* *.entropy_from_logits_* *.entropy_checkpointing", Ignored(_PACKED)),
     "*.override_transformer_config.*": Only((), "shapes come from config.json"),
@@ -491,6 +496,7 @@ PATTERNS: Mapping[str, Ignored | Only] = {
     "data.mm_processor_kwargs.*": Ignored(_TEXT),
     "transfer_queue.*": Ignored("samples stay in the processes that made them"),
     "*.checkpoint.*": Ignored("trainer.save_freq decides what is written and when"),
+    "*.fsdp_config.fsdp_size": Only((-1,), HYBRID_SHARD),
     "*.fsdp_config.*": Ignored(FSDP),
     "actor_rollout_ref.ref.megatron.*": Ignored(_REFERENCE),
     "*.gradient_checkpointing_kwargs.*": Ignored("recompute_granularity decides"),

@@ -22,6 +22,7 @@ from megatron_rl.compat.kinds import (
     read_boolean,
 )
 from megatron_rl.compat.name_groups import CLIP_SIDES, split_clip
+from megatron_rl.compat.name_tables import HYBRID_SHARD
 from megatron_rl.config.sources import ASSUMED
 from megatron_rl.types import UserError
 
@@ -117,7 +118,8 @@ ALIASES: dict[str, Alias] = {
     **each("save_strategy eval_strategy", Only(("steps", "no"), "set trainer.save_freq and test_freq")),
     **each("logging_first_step logging_strategy log_level save_only_model", Ignored(_FORMAT)),
     **each("dataloader_num_workers dataset_num_proc remove_unused_columns", Ignored(_READING)),
-    **each("deepspeed fsdp ddp_timeout", Ignored("the layout of the section actor decides")),
+    **each("deepspeed ddp_timeout", Ignored("the layout of the section actor decides")),
+    "fsdp": Only((False, True, "", "full_shard", "full_shard auto_wrap"), HYBRID_SHARD),
     "per_device_eval_batch_size": Ignored(_ENGINE),
 }
 

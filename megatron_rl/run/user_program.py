@@ -94,7 +94,8 @@ def read_program(
     end_program_on_errors()
     if not isinstance(model, str | os.PathLike):
         held = getattr(getattr(model, "config", None), "_name_or_path", None) or "models/Qwen2.5-0.5B-Instruct"
-        raise _refuse(f"a model that is a {type(model).__name__}", "model", f'write model="{held}"', "its directory")
+        expected = "its directory; an architecture of yours is a family (docs/add_a_family.md)"
+        raise _refuse(f"a model that is a {type(model).__name__}", "model", f'write model="{held}"', expected)
     config = {} if config is None else config
     if not isinstance(config, Mapping | str | os.PathLike):
         hint = 'write config={"actor": {"lr": 1e-6}}; TRL\'s GRPOConfig goes to args='

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import megatron_rl.run.grpo as trainer_module
+from distributed import run_ranks
 from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
 from megatron_rl.samples.batch import TrainBatch
@@ -32,8 +33,8 @@ class CountingReference(Reference):
         return super().compute_logprobs(batch)
 
 
-def run(task: Path, run_dir: Path, *extra: str) -> tuple[list[dict], list[int]]:
-    """Train two steps in this process; return the records without times, and the reference's microbatches."""
+def run(rank: int, world_size: int, task: Path, run_dir: Path, *extra: str) -> tuple[list[dict], list[int]]:
+    """Train two steps; return the records without times, and the reference's microbatches."""
     leave_out_curves()
     CountingReference.counts.clear()
     given = ("rollout.engine=hf", "data.validation_files=[]", "algorithm.kl_coef=0.1", "trainer.save_final=false")
@@ -47,10 +48,10 @@ def run(task: Path, run_dir: Path, *extra: str) -> tuple[list[dict], list[int]]:
 
 def test_a_reference_has_a_budget_of_its_own(task: Path, tmp_path: Path) -> None:
     """An equal budget gives the bits of none; a smaller one splits the reference's passes, not the policy's."""
-    plain, whole = run(task, tmp_path / "plain")
-    equal, same = run(task, tmp_path / "equal", f"{BUDGET}=128")
+    ((plain, whole),) = run_ranks(run, 1, task, tmp_path / "plain", timeout=120)
+    ((equal, same),) = run_ranks(run, 1, task, tmp_path / "equal", f"{BUDGET}=128", timeout=120)
     assert equal == plain and same == whole and plain[-1]["kl/per_response"] != 0
-    other, split = run(task, tmp_path / "other", f"{BUDGET}=24")
+    ((other, split),) = run_ranks(run, 1, task, tmp_path / "other", f"{BUDGET}=24", timeout=120)
     assert all(more >= 2 * few for more, few in zip(split, whole, strict=True))
     for before, after in zip(plain, other, strict=True):
         assert after["packing/budget_use"] == before["packing/budget_use"]
