@@ -431,6 +431,30 @@ def _read_budget(parts: Parts, tokens: Setting, sharing: Sequence[str], target: 
     return replace(tokens, name=target, value=tokens.value * ranks if is_scaled else tokens.value)
 
 
+HYBRID_SHARD = "weights are shared by all DP and CP ranks (zero_stage=3), not inside of nodes alone (HYBRID_SHARD)"
+_SHARD_SIZES = tuple(
+    f"{section}.fsdp_config.fsdp_size"
+    for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "critic.model", "reward_model.model")
+)
+
+
+def _combine_shard_sizes(parts: Parts) -> Combined:
+    """Accept shards over all ranks of the trainer (verl: -1, or their number or more)."""
+    nodes, gpus = _TRAINER_RANKS
+    for size in (parts[name] for name in _SHARD_SIZES if name in parts):
+        if size.value in (None, -1):
+            continue
+        ranks = _read_count(parts, nodes, 1) * _read_count(parts, gpus, 8)
+        if not isinstance(size.value, int) or size.value < ranks:
+            raise UserError(
+                f"{size.name} = {size.value!r} of {ranks} ranks",
+                source=size.source,
+                expected=f"-1, or all ranks: {HYBRID_SHARD}",
+                hint=f"remove {size.name}",
+            )
+        yield note(size, "zero_stage=3 of a role shares its weights over all of its ranks")
+
+
 _REF_BUDGET = tuple(f"actor_rollout_ref.ref.log_prob_{leaf}" for leaf in ("max_token_len_per_gpu", "use_dynamic_bsz"))
 _DYNAMIC = f"{_ACTOR}.use_dynamic_bsz"
 
@@ -638,6 +662,7 @@ GROUPS: tuple[AliasGroup, ...] = (
             "reward.reward_kwargs.overlong_buffer_cfg",
         )
     ),
+    AliasGroup(_SHARD_SIZES, "-1, or all ranks", _combine_shard_sizes, reads=_TRAINER_RANKS),
     AliasGroup(
         _REF_BUDGET,
         "reference.max_tokens_per_microbatch: the number of tokens of a GPU times the ranks that share a sequence",

@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from megatron_rl.compat.kinds import Alias, Ignored, Only, Renamed, SameAs, each
-from megatron_rl.compat.name_groups import AGGREGATIONS
+from megatron_rl.compat.name_groups import AGGREGATIONS, HYBRID_SHARD
 from megatron_rl.config.schema import LayoutConfig
 
 OFF = ((-1, 0),)
 BUDGET = "max_tokens_per_microbatch bounds every forward pass"
 MEGATRON = "the models run on megatron-core"
 FSDP = f"{MEGATRON}; zero_stage=3 of a role shares its weights as FSDP does"
-HYBRID_SHARD = "weights are shared by all DP and CP ranks (zero_stage=3), not inside of nodes alone (HYBRID_SHARD)"
 _SHARED = "the engine uses the actor's weights while it generates, there is nothing to gain"
 STAGES = ((True, 3), (False, 1))  # of `reshard_after_forward`
 FUSED = "kernels are chosen by what is installed"

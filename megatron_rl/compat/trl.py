@@ -21,8 +21,7 @@ from megatron_rl.compat.kinds import (
     put,
     read_boolean,
 )
-from megatron_rl.compat.name_groups import CLIP_SIDES, split_clip
-from megatron_rl.compat.name_tables import HYBRID_SHARD
+from megatron_rl.compat.name_groups import CLIP_SIDES, HYBRID_SHARD, split_clip
 from megatron_rl.config.sources import ASSUMED
 from megatron_rl.types import UserError
 

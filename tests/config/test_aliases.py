@@ -324,6 +324,15 @@ def test_a_reference_has_a_budget_of_its_own_with_dynamic_batches_only() -> None
     assert load(*given, f"{dynamic}=false").config.reference.max_tokens_per_microbatch is None
 
 
+def test_shards_over_all_ranks_are_what_there_is() -> None:
+    """Fewer ranks per copy of the weights are verl's HYBRID_SHARD, which is refused and not ignored."""
+    size = f"{ACTOR}.fsdp_config.fsdp_size"
+    for given in ([f"{size}=-1"], [f"{size}=8"], [f"{size}=16", "trainer.nnodes=2", "trainer.n_gpus_per_node=8"]):
+        assert load(*given).config.actor.zero_stage == 1
+    with pytest.raises(UserError, match="fsdp_size = 8 of 16 ranks"):
+        load(f"{size}=8", "trainer.nnodes=2", "trainer.n_gpus_per_node=8")
+
+
 def test_every_target_is_a_setting() -> None:
     targets = {alias.target for alias in ALIASES.values() if isinstance(alias, Renamed | SameAs)}
     targets |= {target for group in GROUPS for target in group.targets.values()}
@@ -702,9 +711,9 @@ def test_greedy_validation_overrules_its_temperature() -> None:
         ("actor_rollout_ref.model.lora.dropout=0.1", "0: dropout would make"),
         ("data.custom_cls.path=x.py", "None: no class of data sets is loaded: pass rows to Trainer(data=...)"),
         ("data.sampler.class_path=x.py", "None: no sampler is loaded"),
-        (f"{ACTOR}.fsdp_config.fsdp_size=8", "inside of nodes alone (HYBRID_SHARD)"),
-        ("actor_rollout_ref.ref.fsdp_config.fsdp_size=8", "inside of nodes alone (HYBRID_SHARD)"),
-        ("critic.model.fsdp_config.fsdp_size=8", "inside of nodes alone (HYBRID_SHARD)"),
+        (f"{ACTOR}.fsdp_config.fsdp_size=4", "inside of nodes alone (HYBRID_SHARD)"),
+        ("actor_rollout_ref.ref.fsdp_config.fsdp_size=4", "inside of nodes alone (HYBRID_SHARD)"),
+        ("critic.model.fsdp_config.fsdp_size=4", "inside of nodes alone (HYBRID_SHARD)"),
         (f"{ACTOR}.fsdp.fsdp_size=8", "inside of nodes alone (HYBRID_SHARD)"),
         ("fsdp=hybrid_shard auto_wrap", "HYBRID_SHARD"),
         ("algorithm.rollout_correction.rollout_is=batch", "one of None, 'token', 'sequence'"),
