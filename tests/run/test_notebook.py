@@ -17,8 +17,8 @@ import torch
 
 import megatron_rl
 from distributed import run_ranks
-from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS
-from megatron_rl.extension.registry import add_entry
+from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, RegisteredEstimator
+from megatron_rl.extension.registry import add_entry, enter_object
 from megatron_rl.run.lock import RunLock
 from megatron_rl.types import UserError
 from rl_runs import overrides_for
@@ -115,13 +115,10 @@ def test_a_cell_that_is_run_again_replaces_its_function() -> None:
         add_entry(table, "mine", other := define("plugin"), other, "setting")
     assert table["mine"] is cell
     with pytest.raises(UserError, match='"grpo" is registered already'):
-        add_entry(ADVANTAGE_ESTIMATORS, "grpo", define("__main__"), cell, "setting")
+        add_entry(ADVANTAGE_ESTIMATORS, "grpo", RegisteredEstimator(cell), cell, "setting")
 
 
 def test_an_estimator_of_a_cell_is_replaced_too() -> None:
-    from megatron_rl.algorithms.catalog import RegisteredEstimator
-    from megatron_rl.extension.registry import enter_object
-
     table: dict[str, Any] = {}
     for _ in range(2):
         cell = define("__main__")
