@@ -431,7 +431,7 @@ def _read_budget(parts: Parts, tokens: Setting, sharing: Sequence[str], target: 
     return replace(tokens, name=target, value=tokens.value * ranks if is_scaled else tokens.value)
 
 
-HYBRID_SHARD = "weights are shared by all DP and CP ranks (zero_stage=3), not inside of nodes alone (HYBRID_SHARD)"
+HYBRID_SHARD = "weights are shared by all DP and CP ranks (zero_stage=3), not within nodes alone (HYBRID_SHARD)"
 _SHARD_SIZES = tuple(
     f"{section}.fsdp_config.fsdp_size"
     for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "critic.model", "reward_model.model")
