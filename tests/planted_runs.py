@@ -225,7 +225,6 @@ def carry_out(
         f"reward.function={task}/rewards.py:close",
         "data.validation_files=[]",
         "observability.tensorboard=false",
-        "observability.console_every=1000",
         "trainer.save_final=false",
         f"trainer.total_steps={steps}",
         *found,

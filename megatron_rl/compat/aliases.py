@@ -49,6 +49,7 @@ _EARLIER = {
         for leaf in ACTOR_DECIDES
     },
     **each("agents.max_failed_share reward.max_failed_share", Only((0.5,), "set trainer.max_failed_share instead")),
+    "observability.console_every": Ignored("the console has a line for each step"),
     **each("checkpoint.keep_best observability.status_token trainer.log_validation", Only((True,), _GONE)),
     "checkpoint.max_failed_saves": Only((3,), _GONE),
     "data.response_key": Renamed("data.answer_key"),

@@ -12,7 +12,7 @@ term has a choice of place.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -444,6 +444,55 @@ _SHARING = (
 )
 
 
+def _list_sharing(prefix: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{leaf}" for leaf in _SHARING)
+
+
+def _read_budget(parts: Parts, tokens: Setting, sharing: Sequence[str], target: str) -> Setting:
+    """Return a role's token budget: the tokens of a GPU times the ranks that share a sequence."""
+    counts = [parts[name].value for name in sharing if name in parts]
+    ranks = max((count for count in counts if isinstance(count, int)), default=1)
+    is_scaled = isinstance(tokens.value, int) and ranks > 1
+    return replace(tokens, name=target, value=tokens.value * ranks if is_scaled else tokens.value)
+
+
+HYBRID_SHARD = "there is no sharing of weights within nodes alone (HYBRID_SHARD); zero_stage=3 is for all ranks"
+_SHARD_SIZES = tuple(
+    f"{section}.fsdp_config.fsdp_size"
+    for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "critic.model", "reward_model.model")
+)
+
+
+def _combine_shard_sizes(parts: Parts) -> Combined:
+    """Accept shards over all ranks of the trainer (verl: -1, or their number or more)."""
+    nodes, gpus = _TRAINER_RANKS
+    for size in (parts[name] for name in _SHARD_SIZES if name in parts):
+        if size.value in (None, -1):
+            continue
+        ranks = _read_count(parts, nodes, 1) * _read_count(parts, gpus, 8)
+        if not isinstance(size.value, int) or size.value < ranks:
+            raise UserError(
+                f"{size.name} = {size.value!r} of {ranks} ranks",
+                source=size.source,
+                expected=f"-1, or all ranks: {HYBRID_SHARD}",
+                hint=f"remove {size.name}",
+            )
+        yield note(size, "zero_stage=3 of a role shares its weights over all of its ranks")
+
+
+_REF_BUDGET = tuple(f"actor_rollout_ref.ref.log_prob_{leaf}" for leaf in ("max_token_len_per_gpu", "use_dynamic_bsz"))
+_DYNAMIC = f"{_ACTOR}.use_dynamic_bsz"
+
+
+def _combine_reference_budget(parts: Parts) -> Combined:
+    tokens, dynamic = parts.get(_REF_BUDGET[0]), parts.get(_REF_BUDGET[1], parts.get(_DYNAMIC))
+    if tokens is not None and tokens.value is not None:
+        if dynamic is not None and read_boolean(dynamic):
+            yield _read_budget(parts, tokens, _list_sharing(_ACTOR), "reference.max_tokens_per_microbatch")
+        else:
+            yield note(tokens, f"{_REF_BUDGET[1]} is not true")
+
+
 def budget_group(
     names: tuple[str, str, str], role: str, sharing: tuple[str, ...], longest: tuple[str, ...] = (_PROMPT, _RESPONSE)
 ) -> AliasGroup:
@@ -461,11 +510,7 @@ def budget_group(
         is_dynamic = dynamic in parts and read_boolean(parts[dynamic])
         if sequences not in given or (is_dynamic and tokens in given):
             if tokens in given:
-                counts = [parts[name].value for name in sharing if name in parts]
-                ranks = max((count for count in counts if isinstance(count, int)), default=1)
-                per_gpu = given[tokens].value
-                budget = per_gpu * ranks if isinstance(per_gpu, int) and ranks > 1 else per_gpu
-                yield replace(given[tokens], name=target, value=budget)
+                yield _read_budget(parts, given[tokens], sharing, target)
             if sequences in given:
                 yield note(given[sequences], f"{dynamic} is true")
             return
@@ -662,6 +707,13 @@ GROUPS: tuple[AliasGroup, ...] = (
             "reward.reward_kwargs.overlong_buffer_cfg",
         )
     ),
+    AliasGroup(_SHARD_SIZES, "-1, or all ranks", _combine_shard_sizes, reads=_TRAINER_RANKS),
+    AliasGroup(
+        _REF_BUDGET,
+        "reference.max_tokens_per_microbatch: the number of tokens of a GPU times the ranks that share a sequence",
+        _combine_reference_budget,
+        reads=(_DYNAMIC, *_list_sharing(_ACTOR)),
+    ),
     *(
         budget_group(
             (
@@ -670,7 +722,7 @@ GROUPS: tuple[AliasGroup, ...] = (
                 f"{prefix}.ppo_micro_batch_size_per_gpu",
             ),
             role,
-            tuple(f"{prefix}.{leaf}" for leaf in _SHARING),
+            _list_sharing(prefix),
         )
         for prefix, role in _ROLES
     ),

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from megatron_rl.compat.kinds import Alias, Ignored, Only, Renamed, SameAs, each
-from megatron_rl.compat.name_groups import AGGREGATIONS
+from megatron_rl.compat.name_groups import AGGREGATIONS, HYBRID_SHARD
 from megatron_rl.config.schema import LayoutConfig
 
 OFF, ONE = ((-1, 0),), ((1, None),)
@@ -163,6 +163,7 @@ _NO_REUSE = "there is no reuse of rollouts, which are made in every step"
 _ENGINE = "the engine decides"
 _TEXT = "prompts are text"
 _CLASSES = "there is no loading of verl's classes of tools and agent loops; see docs/agents.md"
+
 
 _ACTOR: dict[str, Alias] = trainable_names("actor") | {
     "ppo_mini_batch_size": Renamed("actor.ppo_mini_batch_size"),
@@ -341,7 +342,12 @@ _DATA: dict[str, Alias] = {
     ),
     **each("image_key video_key audio_key image_patch_size return_multi_modal_inputs", Ignored(_TEXT)),
     **each(
-        "custom_cls.path sampler.class_path datagen.path", Only((), "there is no loading of verl's data set classes")
+        "custom_cls.path datagen.path",
+        Only((), "there is no loading of verl's data set classes; pass rows to Trainer(data=...)"),
+    ),
+    "sampler.class_path": Only(
+        (),
+        "there is no loading of samplers; data.shuffle=false keeps the order of the files",
     ),
     **each("custom_cls.name sampler.class_name datagen.name", Ignored("it belongs to a file that is given")),
 }
@@ -419,7 +425,7 @@ ALIASES: Mapping[str, Alias] = {
 
 # Shell patterns of sections ignored as a whole, with one note each; ALIASES takes precedence.
 PATTERNS: Mapping[str, Ignored | Only] = {
-    "*.log_prob_*": Ignored("log-probs are computed in the actor's microbatches"),
+    "*.log_prob_*": Ignored("log-probs are computed in microbatches of tokens"),
     "*.nccl_timeout": Ignored("trainer.collective_timeout decides"),
     "*.trust_remote_code": Ignored("code of a model directory is never run; a family that needs it is refused"),
     "*.use_remove_padding": Ignored(PACKED),
@@ -450,6 +456,7 @@ PATTERNS: Mapping[str, Ignored | Only] = {
     "actor_rollout_ref.model.lora.*": Ignored("adapters start as PEFT's do, and act on language layers"),
     **each("*.qat.* actor_rollout_ref.rollout.qat", Ignored("it belongs to qat.enable")),
     **each("*.router_replay.*", Ignored("routes are not kept in files")),
+    "*.fsdp.fsdp_size": Only((-1,), HYBRID_SHARD),
     **each("*.veomni.* *.torchtitan.* *.fsdp.*", Ignored(FSDP)),
     **each(
         "*.pad_to_length* *.entropy_from_logits_* *.entropy_checkpointing", Ignored("batches are packed and chunked")
@@ -467,6 +474,7 @@ PATTERNS: Mapping[str, Ignored | Only] = {
     "*reward_kwargs.*": Only((), "there is no passing of arguments to reward functions; write them into the function"),
     "transfer_queue.*": Ignored("samples stay in the processes that made them"),
     "*.checkpoint.*": Ignored("trainer.save_freq decides what is written and when"),
+    "*.fsdp_config.fsdp_size": Only((-1,), HYBRID_SHARD),
     "*.fsdp_config.*": Ignored(FSDP),
     "*.gradient_checkpointing_kwargs.*": Ignored("recompute_granularity decides"),
     "actor_rollout_ref.model.fused_kernel_options.*": Ignored(FUSED),

@@ -21,7 +21,7 @@ from megatron_rl.compat.kinds import (
     put,
     read_boolean,
 )
-from megatron_rl.compat.name_groups import CLIP_SIDES, split_clip
+from megatron_rl.compat.name_groups import CLIP_SIDES, HYBRID_SHARD, split_clip
 from megatron_rl.config.sources import ASSUMED
 from megatron_rl.types import UserError
 
@@ -107,7 +107,7 @@ ALIASES: dict[str, Alias] = {
     "save_steps": Renamed("trainer.save_freq"),
     "save_total_limit": Renamed("checkpoint.keep_last"),
     "resume_from_checkpoint": Renamed("checkpoint.resume", ((True, "auto"), (False, "never"))),
-    "logging_steps": Renamed("observability.console_every"),
+    "logging_steps": Ignored("each step has a line on the console and in metrics.jsonl"),
     "run_name": Renamed("observability.wandb_name"),
     "log_completions": Ignored("trainer.log_rollouts says how many rollouts are written"),
     "report_to": Ignored("metrics go to metrics.jsonl and TensorBoard; observability.wandb=online sends them to W&B"),
@@ -117,7 +117,8 @@ ALIASES: dict[str, Alias] = {
     **each("save_strategy eval_strategy", Only(("steps", "no"), "set trainer.save_freq and test_freq")),
     **each("logging_first_step logging_strategy log_level save_only_model", Ignored(_FORMAT)),
     **each("dataloader_num_workers dataset_num_proc remove_unused_columns", Ignored(_READING)),
-    **each("deepspeed fsdp ddp_timeout", Ignored("the layout of the section actor decides")),
+    **each("deepspeed ddp_timeout", Ignored("the layout of the section actor decides")),
+    "fsdp": Only((False, True, "", "full_shard", "full_shard auto_wrap"), HYBRID_SHARD),
     "per_device_eval_batch_size": Ignored(_ENGINE),
 }
 

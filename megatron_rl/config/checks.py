@@ -232,7 +232,8 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
     engine, no_kl = f"rollout.engine {config.rollout.engine!r}", algorithm.kl_coef == 0
     is_alone = bool(config.actor.lora.rank) and config.reference.path is None
     yield is_alone, "reference.offload", "the reference is the actor without its adapters (actor.lora.rank)"
-    yield no_kl, "reference.reset_every", "algorithm.kl_coef is 0: there is no reference"
+    for leaf in ("max_tokens_per_microbatch", "reset_every"):
+        yield no_kl, f"reference.{leaf}", "algorithm.kl_coef is 0: there is no reference"
     yield config.rollout.supports("is_actor"), "hybrid.alias_weights", f"{engine} has no weights of its own"
     yield not config.rollout.supports("is_server"), "rollout.server", f"{engine} is no server"
     yield config.layout.mode == "given", "layout.lengths", "layout.mode is 'given'"

@@ -230,6 +230,9 @@ class ReferenceConfig:
 
     path: str | None = option(None, "Directory of the reference in HF format; default: model.path.")
     offload: bool = option(False, "Keep the reference's weights on the host except while it scores.")
+    max_tokens_per_microbatch: int | None = option(
+        None, "Token budget of its forward passes on one DP rank; default: the actor's.", "tokens", ge=1
+    )
     reset_every: int | None = option(
         None, "Interval at which the policy becomes the reference (ProRL); null: never.", "steps", ge=1
     )
@@ -390,6 +393,12 @@ class RunConfig:
             section = self.section(name)
             changes[name] = {leaf: getattr(self.actor, leaf) for leaf in ACTOR_DECIDES if hasattr(section, leaf)}
         return self.with_sections(changes)
+
+    @property
+    def reference_layout(self) -> ActorConfig:
+        """The actor's section, with the reference's token budget."""
+        budget = self.reference.max_tokens_per_microbatch or self.actor.max_tokens_per_microbatch
+        return replace(self.actor, max_tokens_per_microbatch=budget)
 
     def section(self, name: str) -> Any:
         """Return a section by its name; that of a teacher is `teachers.NAME`."""

@@ -242,7 +242,6 @@ class ObservabilityConfig:
     progress_bar: bool = option(
         True, "Bars of steps and responses on a terminal; else a line every 10 seconds of a generation."
     )
-    console_every: int = option(1, "Print the console line every N steps.", "steps", ge=1)
     wandb: Literal["off", "offline", "online"] = option(
         "off", "Log to Weights & Biases (needs wandb); offline: into <run_dir>/wandb."
     )

@@ -23,7 +23,6 @@ _SYNONYMS = {
     "output_dir": "run_dir",
     "model_name_or_path": "path",
     "max_grad_norm": "clip_grad",
-    "logging_steps": "console_every",
 }
 _SETTING = re.compile(r"(?<![\w./])([a-z_]+(?:\.\w+)+)(?:\[\d+\])?(?![\w.\[/]| \()")  # without a place behind it
 _HISTORY = "not served: a token's probability would depend on which tokens came before, by a rule that training lacks"

@@ -229,25 +229,36 @@ def keep_tokens(tokens: list[T], limit: int, policy: str) -> list[T]:
     return tokens[:first] + tokens[len(tokens) - (limit - first) :]
 
 
-def read_given_prompts(prompts: Any, tokenizer: Any, n: Any = None, temperature: Any = None) -> list[Prompt]:
+def read_given_prompts(
+    prompts: Any, tokenizer: Any, limit: int, n: Any = None, temperature: Any = None
+) -> list[Prompt]:
     """Return prompts for `policy.sample`: texts and messages are encoded, `Prompt`s with tokens stay.
 
     Args:
         prompts: a sequence of `Prompt`s, texts, lists of chat messages or token ids, also mixed; or one text.
+        limit: largest number of tokens.
         n, temperature: of `policy.sample`, checked only.
 
     Raises:
-        UserError: an element is none of these, or a number is wrong.
+        UserError: an element is none of these, has no tokens, too many or unknown ones; or a number is wrong.
     """
     for name, value, kind, least in (("n", n, int, 1), ("temperature", temperature, int | float, 0)):
         if value is not None and not (isinstance(value, kind) and value >= least):
             raise _refuse_sample(f"{name} = {value!r}", f"a number from {least}")
     if not isinstance(prompts, Sequence) or not prompts:
         raise _refuse_sample(f"prompts = {prompts!r:.80}", "a list of prompts")
-    return [
+    found = [
         _read_given(number, given, tokenizer)
         for number, given in enumerate([prompts] if isinstance(prompts, str) else prompts)
     ]
+    for number, prompt in enumerate(found):
+        if not 0 < len(prompt.tokens) <= limit:
+            expected = f"1 to data.max_prompt_length = {limit} tokens"
+            raise _refuse_sample(f"prompt {number} has {len(prompt.tokens)} tokens", expected)
+        if wrong := [int(i) for i in prompt.tokens if not 0 <= i < tokenizer.vocab_size]:
+            expected = f"token ids from 0 to {tokenizer.vocab_size - 1}"
+            raise _refuse_sample(f"prompt {number} has the token id {wrong[0]}", expected)
+    return found
 
 
 def _read_given(number: int, given: Any, tokenizer: Any) -> Prompt:
@@ -262,7 +273,7 @@ def _read_given(number: int, given: Any, tokenizer: Any) -> Prompt:
         messages = read_messages([*text], row, "prompt")
         rendered, tokens = render_messages(messages, tokenizer, {})
         return replace(prompt, tokens=np.array(tokens, np.int32), text=rendered, messages=messages)
-    ids = np.asarray(text) if isinstance(text, Sequence | np.ndarray) else np.zeros(0)
+    ids = np.asarray(text) if isinstance(text, Sequence) or hasattr(text, "__array__") else np.zeros(0)
     if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
         expected = "a text, a list of chat messages, a list of token ids, or a Prompt"
         raise _refuse_sample(f"prompt {number} is a {type(given).__name__}: {given!r:.80}", expected)

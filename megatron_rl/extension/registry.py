@@ -35,8 +35,15 @@ class Deferred:
 
 
 def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callable[..., Any], setting: str) -> None:
-    """Add an entry to a registry under a new name (UserError if taken, with file:line of `function`)."""
-    if name in table:
+    """Add an entry to a registry under a new name (UserError if taken, with file:line of `function`).
+
+    What a program or notebook defines again, under the same name, replaces the former.
+    """
+    known = table.get(name)
+    is_again = any(
+        getattr(x, "__module__", "") == "__main__" for x in (known, *getattr(known, "__dict__", {}).values())
+    )
+    if name in table and not (is_again and function.__module__ == "__main__"):
         raise UserError(
             f'"{name}" is registered already',
             source=describe_place(function),

@@ -119,19 +119,6 @@ class RolloutProgress:
             self._show(None)
 
 
-class ConsoleLines(Sink):
-    """Sink that prints a line `every` n steps, for the last step, and for each step with a validation."""
-
-    def __init__(self, total_steps: int, every: int, print_line: Callable[[str], None]) -> None:
-        self._total_steps, self._every, self._print = total_steps, every, print_line
-
-    def log(self, step: int, record: NumberRecord) -> None:
-        """Print the line of a step that is due."""
-        is_due = step % self._every == 0 or step == self._total_steps
-        if is_due or any(key.startswith("validation/") for key in record):
-            self._print(format_console_line(step, self._total_steps, record))
-
-
 def format_console_line(step: int, total_steps: int, metrics: NumberRecord) -> str:
     """Return the line of a step: its metrics, then the seconds of its phases, the longest first."""
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}", *format_columns(metrics)]
@@ -171,7 +158,7 @@ class Pace:
 
 
 class ProgressDisplay(Sink):
-    """Sink that shows the progress of a run: bars on a terminal, else plain lines; nothing unless `is_wanted`."""
+    """Sink that prints a line for each step and, if `is_wanted`, progress: bars on a terminal, else plain lines."""
 
     def __init__(self, pace: Pace, *, is_wanted: bool = True, stream: TextIO | None = None) -> None:
         self._pace, self._is_wanted, self._stream = pace, is_wanted, stream
@@ -206,7 +193,8 @@ class ProgressDisplay(Sink):
         bars.update(self._steps, completed=done, count=f"{done}/{self._pace.total}", note=note)
 
     def log(self, step: int, record: NumberRecord) -> None:
-        """Move the bar of steps, with the last reward (SFT: loss) and validation as its note."""
+        """Print the step's line and move the bar of steps, with the last reward (SFT: loss) and validation."""
+        self.print(format_console_line(step, self._pace.total, record))
         now = {key: record[key] for key in ("reward/mean", "sft/loss") if key in record}
         validation = {key: value for key, value in record.items() if accuracy_set(key)}
         for name, shown in (("now", now), ("validation", validation)):

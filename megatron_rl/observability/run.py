@@ -40,7 +40,6 @@ from megatron_rl.observability.metrics import (
     step_of,
 )
 from megatron_rl.observability.progress import (
-    ConsoleLines,
     Pace,
     ProgressDisplay,
     RolloutCount,
@@ -145,7 +144,6 @@ class Run:
         if settings.tensorboard:
             add(TensorBoard(self.dir, after_step, settings.histograms_every))
         self._display = ProgressDisplay(self._pace, is_wanted=settings.progress_bar)
-        add(ConsoleLines(self._total_steps, settings.console_every, self._display.print))
         add(self._display)
         replace_text(self.dir / CONFIG_FILE, self._config_yaml)
 

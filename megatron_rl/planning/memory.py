@@ -154,7 +154,7 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
             phases.append(MemoryPhase(f"{role.title} update", updating | update))
     if job.spec.num_scoring_passes or config.trainer.critic_warmup:
         scorers = [role for role in (roles["actor"], roles.get("reference")) if role is not None]
-        scoring = next((found for role in scorers if (found := _activations(job, rank, role))), {})
+        scoring = max((_activations(job, rank, role) for role in scorers), key=lambda parts: sum(parts.values()))
         phases.append(MemoryPhase("log-probs", resident | {"reference": reference} | scoring))
     update = _activations(job, rank, roles["actor"], is_update=True) | _lesson_bytes(job, rank)
     update |= {"kept hidden states": _count_kept(job) if trains_mtp else 0}

@@ -125,7 +125,7 @@ def name_rewards(rewards: Any) -> dict[str, RewardFunction | None]:
     for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
         if isinstance(reward, str):
             if Path(reward).is_dir():
-                hint = f'write config={{"reward_model": {{"path": {reward!r}}}}} instead'
+                hint = f'write config={{"reward_model": {{"path": {reward!r}}}}}; of several, name others by their URLs'
                 raise _refuse(f"the reward {reward!r} is the directory of a model", "the reward that was passed", hint)
             named[reward] = None
             continue

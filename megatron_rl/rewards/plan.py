@@ -99,8 +99,8 @@ def build_reward_plan(
         raise UserError(
             f'the source "{MODEL}" is given {len(model_weights)} times',
             source="reward.components",
-            expected="at most once",
-            hint="add up the weights",
+            expected="at most once: a run has one reward model",
+            hint="add up the weights, and name a further model by the URL of its service (docs/rewards.md)",
         )
     sources: list[SourceSpec] = []
     for weight, target, setting in weighted:

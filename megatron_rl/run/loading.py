@@ -217,7 +217,7 @@ def _verl_defaults() -> Any:
 
 
 def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
-    """Whether a setting is ours, not verl's: a known name, and a value without a special meaning in verl."""
+    """Whether a setting is ours, not verl's: one of our names, with a value that has no special meaning in verl."""
     value = setting.value
     # Hydra marks a value that is given elsewhere with `???`; -1 is verl's "never", `~/` a user's home there.
     if setting.name not in fields or value in ("???", {}, -1):

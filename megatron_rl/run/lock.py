@@ -99,14 +99,17 @@ class RunLock:
                 continue  # released just now
             if self._is_alive(owner):
                 beat, held = self._last_beat(), timedelta(seconds=max(0, int(time.time() - owner.since)))
+                if owner.pid == self._me.pid:
+                    hint = "a Trainer of this program holds it: call its close() before you make another one"
+                else:
+                    hint = f"choose another trainer.run_dir, or end that job (if it is gone: remove {self.path})"
                 raise UserError(
                     f"{self.path.parent} is in use: {owner} has held it for {held}, since "
                     f"{datetime.fromtimestamp(owner.since):%Y-%m-%d %H:%M:%S}; its last sign of life was "
                     f"{0.0 if beat is None else self._age(beat):.0f} s ago",
                     source="trainer.run_dir",
                     expected="a run directory that no other job writes to",
-                    hint="choose another trainer.run_dir, or end that job (if it is known to be gone: remove "
-                    f"{self.path})",
+                    hint=hint,
                 )
             if self._remove(owner):
                 taken_over = f"{self.path.parent} was held by {owner}, which is gone: its lock was taken over"

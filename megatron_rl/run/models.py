@@ -87,7 +87,7 @@ def _make_reference(config: RunConfig) -> RoleSpec:
         name="reference",
         path=config.reference.path or config.model.path,
         section="actor",
-        settings=config.actor,
+        settings=config.reference_layout,
         head="logprob",
         offload=config.reference.offload,
         is_reset=config.reference.reset_every is not None,
@@ -307,7 +307,11 @@ def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> 
             expected="false",
             hint=f"remove {section}.overlap_grad_reduce",
         )
-    if config.step_mode == "graph" and (reason := _why_in_turn(spec, shape, layout, dtype)):
+    if config.step_mode != "graph":
+        return layout
+    from megatron_rl.weights.packed_experts import why_in_turn
+
+    if reason := why_in_turn(spec, shape, layout, DTYPE_BYTES[dtype]):
         raise UserError(
             f"{section}.step_mode = graph with {mixture} that are multiplied one after the other ({reason}): the host "
             "reads how many rows each of them has, which a graph cannot hold",
@@ -349,21 +353,3 @@ def check_machine(config: RunConfig, roles: Mapping[str, RoleInputs], engine: st
             raise
         return [f"{NOT_HERE}: {error.found}"]
     return []
-
-
-def _why_in_turn(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtype: str) -> str:
-    """Return why experts need one matrix product each, "" if one product serves all (`models/experts.py`)."""
-    from megatron_rl.weights.packed_experts import ROW_BYTES
-
-    multiple = ROW_BYTES // DTYPE_BYTES[dtype]
-    if spec.batch_invariant:
-        return "rollout.bitwise"
-    if spec.is_quantized:
-        return f"{spec.section}.quantization=nf4"
-    lengths = {"hidden_size": shape.hidden_size, "moe_intermediate_size / ETP": shape.ffn_hidden_size}
-    lengths["moe_intermediate_size / ETP"] //= layout.expert_tp_size
-    adapters = find_adapters(shape, spec.lora, spec.section)
-    if adapters is not None and adapters.has_experts:
-        lengths[f"{spec.section}.lora.rank"] = adapters.rank
-    odd = [f"{name} = {length} is no multiple of {multiple}" for name, length in lengths.items() if length % multiple]
-    return ", ".join(odd)

@@ -7,7 +7,7 @@ Every call is collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from megatron_rl.run.building import RolloutMembers, RunSinks, build_roles, buil
 from megatron_rl.run.inputs import Parts, RlInputs
 from megatron_rl.run.state import TrainingState, actor_export, side_files
 from megatron_rl.samples.estimate import find_rollouts
-from megatron_rl.samples.experience import Column, Experience
+from megatron_rl.samples.experience import Column, Experience, check_kind
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.roles.on_samples import ActorOnSamples, PolicyOnSamples
 from megatron_rl.types import UserError
@@ -91,23 +91,15 @@ class Policy(ActorOnSamples):
             UserError: a prompt is too long, a reward failed, or no `rollout_mode` is open; on every rank.
         """
         self._check_mode("sample")
-        rollout, limit = self._config.rollout, self._config.data.max_prompt_length
-        if prompts is not None:
-            from megatron_rl.data.chats import read_given_prompts
-
-            prompts = read_given_prompts(prompts, self._tokenizer, n, temperature)
-        for prompt in prompts or ():
-            if len(prompt.tokens) > limit:
-                raise UserError(
-                    f"a prompt of {len(prompt.tokens)} tokens",
-                    source=f"prompt_id {prompt.prompt_id}",
-                    expected=f"at most data.max_prompt_length = {limit}",
-                    hint="shorten it, or raise the limit",
-                )
-        if prompts is None:
+        check_kind(step, int, "policy.sample(step)", "a whole number")
+        if prompts is None and n is None and temperature is None:
             return self._collector.collect(step)
-        sampling = self._collector.sampling(temperature)
-        return self._collector.generate(SampleGroups(prompts, rollout.n if n is None else n, sampling, step))
+        from megatron_rl.data.chats import read_given_prompts
+
+        limit, sampling = self._config.data.max_prompt_length, self._collector.sampling
+        prompts = read_given_prompts(prompts, self._tokenizer, limit, n, temperature)
+        n = self._config.rollout.n if n is None else n
+        return self._collector.generate(SampleGroups(prompts, n, sampling(temperature), step))
 
     @property
     def runs_ahead(self) -> bool:
@@ -124,19 +116,24 @@ class Policy(ActorOnSamples):
     ) -> dict[str, float]:
         """Return `validation/<set>/<metric>`; only in `rollout_mode`. `on_set` receives a set's name and samples."""
         self._check_mode("validate")
+        check_kind(validation, Mapping, "policy.validate(validation)", "run.inputs.validation")
         return self._collector.validate(validation, on_set)
 
     def expand(self, samples: Experience, values: Sequence[float] | np.ndarray) -> Column:
         """Repeat a value per rollout, [num_rollouts], for each of its tokens in the loss; other tokens get 0."""
-        if len(values) != (count := len(samples.headers.rollouts)):
+        check_kind(samples, Experience, "policy.expand(samples, values)")
+        table = torch.zeros(())
+        with suppress(TypeError, ValueError, RuntimeError):  # no numbers
+            table = torch.as_tensor(values, dtype=torch.float32)
+        if table.shape != (count := len(samples.headers.rollouts),):
             raise UserError(
-                f"{len(values)} values for {count} rollouts",
+                f"values of shape {list(table.shape)} for {count} rollouts: {values!r:.80}",
                 source="policy.expand",
-                expected="one value per rollout, in their order",
+                expected="one number per rollout, in their order",
                 hint="compute them from samples.rewards",
             )
         batch = self.read(samples)
-        table = torch.tensor([*values, 0.0], dtype=torch.float32, device=batch.tokens.device)
+        table = torch.nn.functional.pad(table.to(batch.tokens.device), (0, 1))
         rollouts = find_rollouts(samples.headers, batch)
         return Column(torch.where(batch.loss_mask, table[rollouts], 0.0), samples.pack(self.packer))
 

@@ -94,9 +94,8 @@ def read_program(
     end_program_on_errors()
     if not isinstance(model, str | os.PathLike):
         held = getattr(getattr(model, "config", None), "_name_or_path", None) or "models/Qwen2.5-0.5B-Instruct"
-        raise _refuse(
-            f"model = {model!r:.80}", "model", f'write model="{held}"', "its directory, or its name in the hub"
-        )
+        expected = "its directory or name in the hub; an architecture of yours is a family (docs/add_a_family.md)"
+        raise _refuse(f"model = {model!r:.80}", "model", f'write model="{held}"', expected)
     config = {} if config is None else config
     if not isinstance(config, Mapping | str | os.PathLike):
         hint = 'write config={"actor": {"lr": 1e-6}}; TRL\'s GRPOConfig goes to args='
@@ -129,7 +128,7 @@ def read_program(
 
 
 def _take_settings(program: _Program) -> dict[str, Any]:
-    """Remove TRL's settings from the arguments and return them (UserError for an argument that is nothing known)."""
+    """Remove TRL's settings from the arguments and return them (UserError for an unexpected argument)."""
     parts, settings, ours = program.parts, dict[str, Any](), [*Parts.__dataclass_fields__, "data", "validation"]
     given = parts.pop("args", None)
     if given is not None and not isinstance(given, Mapping):

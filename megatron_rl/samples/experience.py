@@ -50,6 +50,9 @@ class Column:
     holders: Holders | None = None
 
 
+_PER_ROLLOUT = ("mismatch", "lessons", "kl_per_rollout")
+
+
 class _Slot:
     """Descriptor of an `Experience` column that is set once; `None` before."""
 
@@ -67,6 +70,8 @@ class _Slot:
                 expected="one assignment per sample",
                 hint="sample again: to run a cell of a notebook again, run the cell with policy.sample first",
             )
+        if self._name not in _PER_ROLLOUT and isinstance(value, Sequence | float | np.ndarray | torch.Tensor):
+            check_kind(value, Column, f"samples.{self._name}", "a column, such as policy.expand(samples, values)")
         if value is not None:
             samples.columns[self._name] = value
 
@@ -323,11 +328,12 @@ class Minibatch:
     index: int
 
 
-def check_kind(value: Any, kind: type, call: str) -> None:
+def check_kind(value: Any, kind: type, call: str, expected: str = "") -> None:
     """Refuse an argument of a primitive that is of another type (UserError)."""
     if not isinstance(value, kind):
-        found, expected = f"a {type(value).__name__}", f"{kind.__name__}, of policy.sample or policy.minibatches"
-        raise UserError(found, source=call, expected=expected, hint="docs/primitives.md shows the order of the calls")
+        expected = expected or f"{kind.__name__}, of policy.sample or policy.minibatches"
+        hint = "docs/primitives.md shows the order of the calls"
+        raise UserError(f"a {type(value).__name__}: {value!r:.80}", source=call, expected=expected, hint=hint)
 
 
 def find_runs(branches: Sequence[Branch]) -> list[Turn]:

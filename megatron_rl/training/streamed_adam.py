@@ -31,12 +31,14 @@ class StreamedAdam(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update all parameters in chunks; the moments are complete on the host on return."""
         assert closure is None
-        groups = self.param_groups
-        self._claim_states([p for group in groups for p in group["params"]])
+        all_params = [group["params"] for group in self.param_groups]
+        self._claim_states([p for params in all_params for p in params])
+        for group in self.param_groups:
+            group["params"] = []
         try:
-            for group in groups:
-                for params in _split(group["params"]):
-                    self.param_groups = [{**group, "params": params}]
+            for group, whole in zip(self.param_groups, all_params, strict=True):
+                for params in _split(whole):
+                    group["params"] = params
                     loaded = [[m.to(p.device, non_blocking=True, copy=True) for m in self._moments[p]] for p in params]
                     self._place(params, loaded)
                     super().step()
@@ -44,8 +46,10 @@ class StreamedAdam(torch.optim.AdamW):
                         for home, moment in zip(self._moments[p], moments, strict=True):
                             home.copy_(moment, non_blocking=True)
                     self._place(params, [self._moments[p] for p in params])
+                group["params"] = []
         finally:
-            self.param_groups = groups
+            for group, whole in zip(self.param_groups, all_params, strict=True):
+                group["params"] = whole
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 

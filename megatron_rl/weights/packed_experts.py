@@ -21,9 +21,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.model_config import find_adapters
 
 if TYPE_CHECKING:
     import torch
+
+    from megatron_rl.config.run_spec import RoleSpec
+    from megatron_rl.parallel.layout import ParallelLayout
 
 _BLOCKS = "_blocks"
 ROW_BYTES = 16  # alignment of rows that torch's grouped matrix product requires
@@ -211,3 +215,23 @@ def split_huggingface_experts(shape: ModelShape, params: Mapping[str, torch.Tens
         if not parts:
             views[block + last if last == "gate.weight" else name] = param
     return views
+
+
+def why_in_turn(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, itemsize: int) -> str:
+    """Return why experts need one matrix product each, "" if one product serves all (`models/experts.py`).
+
+    Args:
+        itemsize: bytes of an element.
+    """
+    multiple = ROW_BYTES // itemsize
+    if spec.batch_invariant:
+        return "rollout.bitwise"
+    if spec.is_quantized:
+        return f"{spec.section}.quantization=nf4"
+    lengths = {"hidden_size": shape.hidden_size, "moe_intermediate_size / ETP": shape.ffn_hidden_size}
+    lengths["moe_intermediate_size / ETP"] //= layout.expert_tp_size
+    adapters = find_adapters(shape, spec.lora, spec.section)
+    if adapters is not None and adapters.has_experts:
+        lengths[f"{spec.section}.lora.rank"] = adapters.rank
+    odd = [f"{name} = {length} is no multiple of {multiple}" for name, length in lengths.items() if length % multiple]
+    return ", ".join(odd)

@@ -313,6 +313,26 @@ def test_a_budget_per_gpu_counts_the_ranks_that_share_a_sequence() -> None:
     assert (actor.max_tokens_per_microbatch, actor.context_parallel_size) == (12000, 4)
 
 
+def test_a_reference_has_a_budget_of_its_own_with_dynamic_batches_only() -> None:
+    tokens, kl = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=5000", f"{ACTOR}.use_kl_loss=true"
+    dynamic = "actor_rollout_ref.ref.log_prob_use_dynamic_bsz"
+    split = f"{ACTOR}.ulysses_sequence_parallel_size=4"
+    assert load(kl, tokens).config.reference.max_tokens_per_microbatch is None
+    assert load(kl, tokens, f"{dynamic}=true").config.reference.max_tokens_per_microbatch == 5000
+    given = (f"{ACTOR}.use_dynamic_bsz=true", kl, tokens, split)
+    assert load(*given).config.reference.max_tokens_per_microbatch == 20000
+    assert load(*given, f"{dynamic}=false").config.reference.max_tokens_per_microbatch is None
+
+
+def test_shards_over_all_ranks_are_what_there_is() -> None:
+    """Fewer ranks per copy of the weights are verl's HYBRID_SHARD, which is refused and not ignored."""
+    size = f"{ACTOR}.fsdp_config.fsdp_size"
+    for given in ([f"{size}=-1"], [f"{size}=8"], [f"{size}=16", "trainer.nnodes=2", "trainer.n_gpus_per_node=8"]):
+        assert load(*given).config.actor.zero_stage == 1
+    with pytest.raises(UserError, match="fsdp_size = 8 of 16 ranks"):
+        load(f"{size}=8", "trainer.nnodes=2", "trainer.n_gpus_per_node=8")
+
+
 def test_every_target_is_a_setting() -> None:
     targets = {alias.target for alias in ALIASES.values() if isinstance(alias, Renamed | SameAs)}
     targets |= {target for group in GROUPS for target in group.targets.values()}
@@ -689,7 +709,13 @@ def test_greedy_validation_overrules_its_temperature() -> None:
         (f"{ROLLOUT}.agent.default_agent_loop=tool_agent", "'single_turn_agent'"),
         (f"{ACTOR}.megatron.override_transformer_config.num_layers=4", "shapes come from config.json"),
         ("actor_rollout_ref.model.lora.dropout=0.1", "0: there is no dropout"),
-        ("data.custom_cls.path=x.py", "None: there is no loading of verl's data set classes"),
+        ("data.custom_cls.path=x.py", "None: there is no loading of verl's data set classes; pass rows"),
+        ("data.sampler.class_path=x.py", "None: there is no loading of samplers"),
+        (f"{ACTOR}.fsdp_config.fsdp_size=4", "within nodes alone (HYBRID_SHARD)"),
+        ("actor_rollout_ref.ref.fsdp_config.fsdp_size=4", "within nodes alone (HYBRID_SHARD)"),
+        ("critic.model.fsdp_config.fsdp_size=4", "within nodes alone (HYBRID_SHARD)"),
+        (f"{ACTOR}.fsdp.fsdp_size=8", "within nodes alone (HYBRID_SHARD)"),
+        ("fsdp=hybrid_shard auto_wrap", "HYBRID_SHARD"),
         ("algorithm.rollout_correction.rollout_is=batch", "one of None, 'token', 'sequence'"),
         ("trainer.resume_mode=resume_path", "the directory of a checkpoint"),
         (f"{ROLLOUT}.name=trtllm", "there is no rollout.engine 'trtllm'"),

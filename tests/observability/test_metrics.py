@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.observability.metrics import MetricsFile, encode_record, plain_record, read_metrics, set_aside
-from megatron_rl.observability.progress import ConsoleLines, format_console_line
+from megatron_rl.observability.progress import format_console_line
 from megatron_rl.types import UserError
 
 
@@ -88,14 +88,6 @@ def test_console_line() -> None:
 def test_console_line_of_step_zero_shows_validation_only() -> None:
     metrics = {"validation/toy/accuracy": 0.25, "time/validation": 1.5}
     assert format_console_line(0, 9, metrics) == "step 0/9 | val toy 0.2500 | s: validation 1.50"
-
-
-def test_console_every_keeps_the_last_step_and_validation() -> None:
-    lines: list[str] = []
-    console = ConsoleLines(6, 4, lines.append)
-    for step in range(1, 7):
-        console.log(step, {"validation/toy/accuracy": 0.5} if step == 3 else {"reward/mean": 1.0})
-    assert [line.split(" |")[0] for line in lines] == ["step 3/6", "step 4/6", "step 6/6"]
 
 
 def test_step_is_no_metric() -> None:

@@ -103,11 +103,12 @@ def test_without_a_terminal_a_long_rollout_says_a_line_now_and_then(monkeypatch:
     assert stream.getvalue().splitlines() == [
         "rollout: 10/40 responses, 1,000 tokens, 100 tok/s, 10 s",
         "rollout: 20/40 responses, 2,000 tokens, 100 tok/s, 20 s",
+        "step 1/4 | reward 0.5000",
     ]
     assert LINE_SECONDS == 10.0
 
 
-def test_unwanted_progress_is_silent() -> None:
+def test_unwanted_progress_leaves_the_lines_of_steps() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -118,7 +119,7 @@ def test_unwanted_progress_is_silent() -> None:
     display.log(1, {"reward/mean": 0.5})
     display.print("a line")
     display.close()
-    assert stream.getvalue() == "a line\n"
+    assert stream.getvalue() == "step 1/4 | reward 0.5000\na line\n"
 
 
 def test_pace() -> None:

@@ -144,3 +144,15 @@ def test_the_sum_of_an_episode_is_bounded_as_every_reward_is(reward):
     with pytest.raises(UserError, match="the reward is ") as caught:
         compute_reward(plan, [], replace(make_rollout("82"), reward=reward))
     assert "agents.environment" in caught.value.source and "prompt_id 17" in caught.value.found
+
+
+def test_further_reward_models_are_services_with_weights() -> None:
+    """One model of a run scores on its ranks; a second "model" is refused with the way to give it."""
+    urls = ("http://one:8700/score", "http://two:8700/score")
+    plan = build_reward_plan(RewardConfig(components=["0.5 model", f"0.3 {urls[0]}", f"0.2 {urls[1]}"]), 100)
+    assert plan.model_weight == 0.5
+    found = [(source.name, source.weight, source.target) for source in plan.sources]
+    assert found == [("service", 0.3, urls[0]), ("service_2", 0.2, urls[1])]
+    with pytest.raises(UserError, match='"model" is given 2 times') as caught:
+        build_reward_plan(RewardConfig(components=["0.5 model", "0.5 model"]), 100)
+    assert "by the URL of its service" in caught.value.hint

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.run.loading import load_config
@@ -122,6 +123,20 @@ def test_the_roles_stay_under_other_layouts() -> None:
     assert list(spec.roles) == ["actor", "reference", "critic"]
     assert [role.settings.tensor_model_parallel_size for role in spec.roles.values()] == [4, 4, 1]
     assert [role.offload for role in spec.roles.values()] == [False, True, False]
+
+
+def test_a_reference_has_the_actors_budget_or_its_own() -> None:
+    kl = "algorithm.kl_coef=0.1"
+    config = make_config(kl, "actor.lr=1e-3")
+    assert resolve(config).roles["reference"].settings == config.actor
+    own = make_config(kl, "reference.max_tokens_per_microbatch=9000", "actor.tensor_model_parallel_size=2")
+    for spec in (resolve(own), resolve(config).with_config(own)):
+        settings = spec.roles["reference"].settings
+        assert (settings.max_tokens_per_microbatch, settings.tensor_model_parallel_size) == (9000, 2)
+        assert spec.roles["actor"].settings.max_tokens_per_microbatch == 4096
+    short = make_config(kl, "reference.max_tokens_per_microbatch=2047")
+    with pytest.raises(UserError, match="does not fit into reference.max_tokens_per_microbatch 2047"):
+        BatchPlan.build(short, 1, resolve(short))
 
 
 def test_sft_has_an_actor() -> None:

@@ -99,7 +99,7 @@ def use_interactively(rank: int, world_size: int, task: Path, out: Path) -> None
     assert run.reference is None and run.critic is None
     with pytest.raises(UserError, match="an optimizer step without gradients"):
         policy.optim_step()
-    with pytest.raises(UserError, match="a prompt of 9 tokens"):
+    with pytest.raises(UserError, match="prompt 0 has 9 tokens"):
         sample(policy, Prompt(0, np.zeros(9, np.int32), "", None))
     for call in (lambda: policy.sample(1), lambda: policy.validate({})):
         with pytest.raises(UserError, match=r"outside rollout mode(?s:.*)with policy.rollout_mode\(\)"):

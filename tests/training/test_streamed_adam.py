@@ -45,10 +45,9 @@ def test_weights_and_moments_equal_those_of_adam(monkeypatch: pytest.MonkeyPatch
     assert found == chunks
     plain, streamed = make_parameters(), make_parameters()
     adam, other = make(torch.optim.AdamW, plain), make(StreamedAdam, streamed)
-    groups = other.param_groups
     update(plain, adam, range(4))
     update(streamed, other, range(4))
-    assert other.param_groups is groups
+    assert [len(group["params"]) for group in other.param_groups] == [2, 2]
     for p, q in zip(plain, streamed, strict=True):
         assert torch.equal(p, q) and adam.state[p].keys() == other.state[q].keys()
         assert all(torch.equal(adam.state[p][name], other.state[q][name]) for name in adam.state[p])

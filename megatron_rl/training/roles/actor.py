@@ -21,6 +21,7 @@ from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.step import StepLoss
 from megatron_rl.training.token_heads import LogprobHead
 from megatron_rl.training.update import OptimizerStep, build_step, describe_ledgers
+from megatron_rl.types import UserError
 
 # User-defined loss: (microbatch, logprobs [t], entropy [t]) -> scalar loss, whose sum over microbatches is minimized,
 # and metrics by name: sums over the tokens in the loss, or maxima if the name begins with "max/". The sum of
@@ -190,7 +191,12 @@ def _compute_given_loss(
     entropy: torch.Tensor,
     divergence: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss, metrics = function(microbatch, logprobs, entropy)
+    found = function(microbatch, logprobs, entropy)
+    loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not (isinstance(loss, torch.Tensor) and loss.ndim == 0 and isinstance(metrics, dict)):
+        hint = "sum the losses of the tokens, times microbatch.loss_weights (docs/primitives.md)"
+        expected = "a tuple of a tensor without dimensions and a dict of such tensors"
+        raise UserError(f"the loss function returned {found!r:.80}", source="loss", expected=expected, hint=hint)
     mask = microbatch.loss_mask
     counted = {
         "loss": loss.detach(),

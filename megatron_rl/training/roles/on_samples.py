@@ -49,6 +49,8 @@ class RoleOnSamples:
 
     def minibatches(self, samples: Experience, epochs: int = 1) -> Iterator[Minibatch]:
         """Yield one minibatch per optimizer step, over `epochs` passes."""
+        check_kind(samples, Experience, "policy.minibatches(samples, epochs)")
+        check_kind(epochs, int, "policy.minibatches(samples, epochs)", "a whole number")
         for _ in range(epochs):
             for index in range(len(samples.pack(self.packer).batch.minibatch_sizes)):
                 yield Minibatch(samples, index)
@@ -59,7 +61,7 @@ class RoleOnSamples:
 
     def compute(self, function: Callable[[TrainBatch], torch.Tensor], samples: Experience) -> Column:
         """Apply a function to the role's batch; return a column."""
-        check_kind(samples, Experience, f"{type(self.role).__name__}, on samples")
+        check_kind(samples, Experience, "logprobs(samples), values(samples)")
         return Column(function(self.read(samples)), samples.pack(self.packer))
 
     def optim_step(self) -> dict[str, float]:
