@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron_rl.training.roles.on_samples as roles_module
+import megatron_rl.training.roles.actor as roles_module
 from distributed import run_ranks
 from megatron_rl.algorithms.aggregation import LedgerError
 from megatron_rl.run.loading import load_config
