@@ -16,15 +16,14 @@ from role_setups import take_step
 
 from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
-from megatron_rl.checkpoint.manifest import RunContent
+from megatron_rl.checkpoint.directory import RunContent
+from megatron_rl.checkpoint.files import list_side_files
 from megatron_rl.checkpoint.optimizer_states import make_state_pieces
 from megatron_rl.checkpoint.pieces import Piece, make_weight_pieces
 from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state
 from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome
-from megatron_rl.checkpoint.side_files import list_side_files
 from megatron_rl.training.roles.actor import Actor
-from megatron_rl.weights.megatron_global import megatron_global_placements
-from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, ROUTER_BIAS
+from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, ROUTER_BIAS, megatron_global_placements
 from megatron_rl.weights.shard_box import box_slices
 
 State = dict[str, Any]  # {"epoch": 1, ...}

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from megatron_rl.transfer.classes import Shard
-from megatron_rl.transfer.planner import Flow, Planner, RankPlan
+from megatron_rl.transfer.planner import Planner, RankPlan, Shard
+from tools.planning.reshard_cost import Flow
 
 
 def plan_all(

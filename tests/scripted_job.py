@@ -23,8 +23,7 @@ from megatron_rl.config.schema import RewardConfig, RolloutConfig
 from megatron_rl.config.sections import AgentsConfig, ScheduleConfig
 from megatron_rl.data.prompt_order import PromptBatches
 from megatron_rl.engines.build import BuiltEngine
-from megatron_rl.engines.protocol import Request, Sampled
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig
 from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import open_store, world

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.transfer.classes import Shard
-from megatron_rl.transfer.planner import group_shards
+from megatron_rl.transfer.planner import Shard, group_shards
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements

@@ -17,7 +17,7 @@ from setuptools.config.pyprojecttoml import read_configuration
 
 import megatron_rl
 from launch.check_environment import read_pins
-from megatron_rl.checkpoint.manifest import list_packages
+from megatron_rl.checkpoint.directory import list_packages
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("requirements.txt", "requirements-cpu.txt")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.transfer.classes import Shard, TensorIndex, find_classes
+from megatron_rl.transfer.planner import Shard, TensorIndex, find_classes
 from megatron_rl.weights.shard_box import box_volume
 from tools.planning.reshard_cost import Bandwidths
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.checkpoint.directory import MANIFEST_FILE, UNFINISHED, read_manifest
-from megatron_rl.checkpoint.side_files import find_model_files
+from megatron_rl.checkpoint.files import find_model_files
 from megatron_rl.types import UserError
 
 

@@ -25,7 +25,7 @@ from megatron_rl.transfer.planner import Planner
 from megatron_rl.types import UserError
 from tools._gather_path import predict_gather_seconds, summarize_gather
 from tools._layouts import read_layouts, read_shape
-from tools.planning.reshard_cost import Bandwidths, predict_seconds, summarize
+from tools.planning.reshard_cost import Bandwidths, list_flows, predict_seconds, summarize
 from tools.planning.switch import build_shards
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -71,9 +71,8 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     planner = Planner(source, destination, ranks_per_node=node)
     first = planner.plan(0)
     planning_seconds = time.perf_counter() - start
-    summary = summarize(
-        planner.flows(), num_ranks=world, itemsize=itemsize, ranks_per_node=node, bucket_bytes=options.bucket_mib << 20
-    )
+    sizes = dict(num_ranks=world, itemsize=itemsize, ranks_per_node=node, bucket_bytes=options.bucket_mib << 20)
+    summary = summarize(list_flows(planner), **sizes)
     gather = summarize_gather(
         source,
         num_ranks=world,

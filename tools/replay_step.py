@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_rl import Trainer
 from megatron_rl.capsule.recorder import Section, observe_parameters, observe_results
-from megatron_rl.checkpoint.manifest import list_packages
+from megatron_rl.checkpoint.directory import list_packages
 from megatron_rl.parallel.collectives import raise_together, share_object
 from megatron_rl.run.command_line import end_program, leave
 from megatron_rl.run.inputs import Parts

@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import save as to_safetensors
 
+from megatron_rl.checkpoint.directory import begin_manifest, seal
 from megatron_rl.checkpoint.files import DIGESTS_FILE, FileRecord, explain_write_error, write_file
-from megatron_rl.checkpoint.manifest import begin_manifest, seal
 from megatron_rl.checkpoint.optimizer_states import make_state_pieces
 from megatron_rl.checkpoint.pieces import (
     MAIN_PARAM,
@@ -173,15 +173,6 @@ class Values:
     index: Index
     array: np.ndarray
     lengths: np.ndarray | None = None
-
-    def describe_place(self, position: int) -> str:
-        """Describe the owner of the element at `position` for a message, such as "rollout 3, token 5"."""
-        if self.index == "token":
-            assert self.lengths is not None, "tokens have them"
-            ends = np.cumsum(self.lengths)
-            rollout = int(np.searchsorted(ends, position, side="right"))
-            return f"rollout {rollout}, token {position - int(ends[rollout] - self.lengths[rollout])}"
-        return "" if self.index == "step" else f"{self.index} {position + (self.index == 'update')}"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic and durable files: digests computed while writing, fsync, and readable errors.
+"""Atomic and durable files, and copies of a model's side files: digests while writing, fsync, and readable errors.
 
 `sha256sum -c SHA256SUMS` checks a checkpoint without this package.
 """
@@ -15,8 +15,11 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.types import UserError
+from megatron_rl.weights.config_checks import read_json
+from megatron_rl.weights.model_config import take_text_config
 from megatron_rl.weights.shard_box import fill_in_order
 
 DIGESTS_FILE = "SHA256SUMS"
@@ -162,28 +165,17 @@ def find_damage(
 def explain_os_error(error: OSError, directory: Path, num_bytes: int | None = None) -> UserError:
     """Convert the error of a write to a `UserError`."""
     where, wanted = str(error.filename or directory), f"; {num_bytes:,} bytes were to be written" if num_bytes else ""
+    found = f"it cannot be written: {error.strerror or error}"
+    expected, hint = "a working disk", "see the log of the file system"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         home = next(path for path in (directory, *directory.parents) if path.exists())
-        return UserError(
-            f"the disk is full or a file would be too large: {error.strerror}{wanted}, "
-            f"{shutil.disk_usage(home).free:,} are free",
-            source=where,
-            expected="room for the checkpoint",
-            hint="delete old checkpoints (checkpoint.keep_last does it), or raise the quota; nothing old was touched",
-        )
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return UserError(
-            f"it cannot be written: {error.strerror}",
-            source=where,
-            expected="a directory that this user may write to",
-            hint="change its permissions or choose another place; nothing old was touched",
-        )
-    return UserError(
-        f"it cannot be written: {error.strerror or error}",
-        source=where,
-        expected="a working disk",
-        hint="see the log of the file system; nothing old was touched",
-    )
+        found = f"the disk is full or a file would be too large: {error.strerror}{wanted}, "
+        found += f"{shutil.disk_usage(home).free:,} are free"
+        expected = "room for the checkpoint"
+        hint = "delete old checkpoints (checkpoint.keep_last does it), or raise the quota"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        expected, hint = "a directory that this user may write to", "change its permissions or choose another place"
+    return UserError(found, source=where, expected=expected, hint=f"{hint}; nothing old was touched")
 
 
 def explain_write_error(error: Exception, directory: Path) -> UserError:
@@ -218,3 +210,75 @@ def split_units(sizes: Mapping[str, int], max_bytes: int, name_file: Callable[[i
         Unit(name_file(index, len(batches)), tuple(batch), sum(sizes[name] for name in batch))
         for index, batch in enumerate(batches)
     ]
+
+
+CONFIG_DIR, MTP_ROLE = "config", "mtp"  # directory of side files: config, tokenizer, generation settings
+TOKENIZER_FILES = (
+    "tokenizer.model",
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_MODEL_FILES = ("config.json", "generation_config.json")
+_DEFINE_IDS = ("tokenizer.model", "tokenizer.json", "vocab.json", "merges.txt")  # token -> id
+
+
+def find_model_files(model: str | Path) -> Path:
+    """Return the directory of a model's config and tokenizer: `config/` in a Megatron checkpoint, else `model`."""
+    inner = Path(model) / CONFIG_DIR
+    return inner if (inner / "config.json").is_file() else Path(model)
+
+
+def find_mtp_weights(model: Path) -> Path:
+    """Return the directory of a model's MTP layer: `mtp/` next to the actor in a checkpoint, else `model`."""
+    beside = model.with_name(MTP_ROLE)
+    return beside if model.name == "actor" and (beside / ".metadata").is_file() else model
+
+
+def list_side_files(model: Path, tokenizer: Path | None = None) -> dict[str, Path]:
+    """Map names to paths of a model's side files.
+
+    Args:
+        model: directory in HF format, or a Megatron checkpoint.
+        tokenizer: a directory or sentencepiece file; `model` by default.
+    """
+    model = find_model_files(model).absolute()  # a user's function may change the working directory
+    tokenizer = tokenizer and tokenizer.absolute()
+    found = {name: model / name for name in _MODEL_FILES}
+    if tokenizer is not None and tokenizer.is_file():
+        found["tokenizer.model"] = tokenizer
+    else:
+        found |= {name: (tokenizer or model) / name for name in TOKENIZER_FILES}
+    return {name: path for name, path in found.items() if path.is_file()}
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Return the text section of config.json, or the whole config of a text-only model."""
+    return take_text_config(read_json(file, "take the file from the model again"))
+
+
+def copy_side_files(files: Mapping[str, Path], directory: Path) -> list[FileRecord]:
+    """Copy files into `directory`, creating it if necessary."""
+    directory.mkdir(exist_ok=True)
+    return [write_file(directory / name, path.read_bytes()) for name, path in sorted(files.items())]
+
+
+def check_vocabulary(saved: Path, files: Mapping[str, Path]) -> None:
+    """Check that the tokenizer in `saved`, a checkpoint's `config/`, equals the one in use.
+
+    Raises:
+        UserError: a file that defines token ids differs.
+    """
+    for name in _DEFINE_IDS:
+        if name in files and (saved / name).is_file() and files[name].read_bytes() != (saved / name).read_bytes():
+            raise UserError(
+                f"the checkpoint was trained with another vocabulary: its {name} differs from {files[name]}",
+                source=str(saved / name),
+                expected="the tokenizer of the run that is resumed",
+                hint="point model.tokenizer at the old tokenizer, or start a new run",
+            )

@@ -21,14 +21,20 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_rl.checkpoint.files import Unit, publish, split_units, write_file
+from megatron_rl.checkpoint.files import (
+    Unit,
+    copy_side_files,
+    list_side_files,
+    publish,
+    read_config,
+    split_units,
+    write_file,
+)
 from megatron_rl.checkpoint.model_files import INDEX_FILE, ModelFiles, index_safetensors, list_copies, read_headers
-from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files, read_config
 from megatron_rl.checkpoint.torch_dist import dtype_name
 from megatron_rl.parallel.collectives import raise_together
-from megatron_rl.transfer.classes import Shard
 from megatron_rl.transfer.executor import Resharder, Transport
-from megatron_rl.transfer.planner import Planner
+from megatron_rl.transfer.planner import Planner, Shard
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
 from megatron_rl.weights.model_config import MTP_KEYS

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_rl.checkpoint.side_files import read_config
+from megatron_rl.checkpoint.files import read_config
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
 

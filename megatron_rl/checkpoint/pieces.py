@@ -1,33 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pieces of a role's checkpoint state: views of live memory, each with its place in a global tensor.
 
-Saving writes the pieces, loading fills them. Weights have megatron-core's global names (`weights/megatron_global.py`).
+Saving writes the pieces, loading fills them. Weights have megatron-core's global names (`weights/megatron_layout.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
 from megatron_rl.checkpoint.torch_dist import METADATA_FILE, ChunkReader
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.planner import group_shards
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements
+from megatron_rl.weights.megatron_layout import GlobalPlacement, Table, megatron_global_placements
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume, intersect, localize
-
-if TYPE_CHECKING:  # conversion tools must run without megatron-core
-    from megatron.core.optimizer import MegatronOptimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    from megatron_rl.parallel.groups import ParallelGroups
-    from megatron_rl.weights.adapters import AdapterShape
 
 Holders = dict[tuple[str, Box], list[int]]
 
@@ -35,49 +27,17 @@ Holders = dict[tuple[str, Box], list[int]]
 STATE_PREFIX, MOMENTS, MAIN_PARAM = "optimizer.", ("exp_avg", "exp_avg_sq"), "main_param"
 
 
-class SavedModel(Protocol):
-    """The trained weights of a role: the whole model, or its adapters."""
-
-    layout: ParallelLayout
-    groups: ParallelGroups
-    stages: torch.nn.ModuleList
-    params: Mapping[str, torch.Tensor]
-    placements: Callable[[int], Sequence[ShardBox]]
-    shard_key: Callable[[int], Hashable]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype in checkpoints; parameters of higher precision are rounded to it."""
-        ...
-
-    @property
-    def shape(self) -> ModelShape | AdapterShape:
-        """Shape of the model or of its adapters."""
-        ...
-
-
-class SavedOptimizer(Protocol):
-    """The optimizer of a role and its schedule.
-
-    Attributes:
-        moments: returns the names of a parameter's optimizer states, such as "exp_avg".
-        resume: restores the number of steps taken and the state of the learning-rate schedule.
-    """
-
-    megatron: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
-    steps: int
-    kind: str
-    moments: Callable[[torch.Tensor], tuple[str, ...]]
-    resume: Callable[[int, Mapping[str, Any]], None]
-
-
 @dataclass(frozen=True)
 class SavedRole:
-    """An actor or a critic, as checkpoints use it: its trained weights (the model, or its adapters) and optimizer."""
+    """An actor or a critic, as checkpoints use it.
 
-    model: SavedModel
-    optimizer: SavedOptimizer
+    Attributes:
+        model: trained weights, a `training.packed_model.PackedModel` or `training.adapted_model.Adapters`.
+        optimizer: a `training.optimizer.Optimizer`, or the stand-in of a frozen model.
+    """
+
+    model: Any
+    optimizer: Any
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,22 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megatron_rl.checkpoint.directory import find_problems_together, read_manifest
-from megatron_rl.checkpoint.manifest import RECIPE_FILE, check_model, describe_role
+from megatron_rl.checkpoint.directory import (
+    RECIPE_FILE,
+    check_model,
+    describe_role,
+    find_problems_together,
+    read_manifest,
+)
+from megatron_rl.checkpoint.files import CONFIG_DIR, check_vocabulary
 from megatron_rl.checkpoint.optimizer_states import create_states, make_state_pieces
 from megatron_rl.checkpoint.pieces import SavedRole, make_weight_pieces
 from megatron_rl.checkpoint.saving import restore_rng
-from megatron_rl.checkpoint.side_files import CONFIG_DIR, check_vocabulary
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.parallel.collectives import failing_together, gather_objects
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
-from megatron_rl.weights.megatron_global import megatron_global_placements
+from megatron_rl.weights.megatron_layout import megatron_global_placements
 
 
 @dataclass(frozen=True)

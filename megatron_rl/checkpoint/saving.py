@@ -28,17 +28,15 @@ from megatron.core.typed_torch import not_none
 from safetensors import SafetensorError
 from safetensors.torch import save as to_safetensors
 
-from megatron_rl.checkpoint.directory import point_at, prune
+from megatron_rl.checkpoint.directory import RunContent, finish_directory, make_manifest, point_at, prune
 from megatron_rl.checkpoint.files import FileRecord, explain_os_error, explain_write_error, write_file
 from megatron_rl.checkpoint.huggingface import do_on_first
-from megatron_rl.checkpoint.manifest import RunContent, finish_directory, make_manifest
 from megatron_rl.checkpoint.optimizer_states import count_steps, make_state_pieces
 from megatron_rl.checkpoint.pieces import Piece, SavedRole, choose_saved, find_holders, make_weight_pieces
 from megatron_rl.checkpoint.torch_dist import Chunk, ChunkWriter
 from megatron_rl.parallel.collectives import raise_together, share_object
 from megatron_rl.types import UserError
-from megatron_rl.weights.megatron_global import megatron_global_placements
-from megatron_rl.weights.megatron_layout import ROUTER_BIAS
+from megatron_rl.weights.megatron_layout import ROUTER_BIAS, megatron_global_placements
 
 # State of a single rank: folder in the checkpoint -> tensors by name.
 RankState = Mapping[str, Mapping[str, torch.Tensor]]

@@ -114,7 +114,7 @@ def _check_pass_rates(config: CheckedConfig) -> None:
 
 
 def _check_step_mode(config: CheckedConfig, section: str) -> None:
-    """Check the settings that fixed shapes and CUDA graphs restrict; `training/step.py` checks for a GPU."""
+    """Check the settings that fixed shapes and CUDA graphs restrict; `training/optimizer.py` checks for a GPU."""
     mode, budget = config.get(f"{section}.step_mode"), config.get(f"{section}.max_tokens_per_microbatch")
     if mode == "eager":
         return

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megatron_rl.engines.protocol import Sampled
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import Sampled, SamplingConfig
 from megatron_rl.parallel.vocab_parallel import OUTSIDE
 from megatron_rl.types import KeptSets, UserError
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_rl.engines.protocol import ClosedBatches, EngineWeights, Request, RolloutEngine, Sampled
-from megatron_rl.engines.sampling import derive_seed
+from megatron_rl.engines.protocol import ClosedBatches, EngineWeights, Request, RolloutEngine, Sampled, derive_seed
 from megatron_rl.types import KeptSets, complete_routes
 from megatron_rl.weights.placement_tables import PlacementTable, as_table
 

@@ -2,26 +2,228 @@
 """Self-attention for megatron-core layer specs: blocked fused QKV rows and packed, causal core attention.
 
 megatron-core's `DotProductAttention` refuses packed sequences and context parallelism, and its rotary embedding
-supports neither contiguous shards nor shared prompts (hence `position_embedding_type="none"`).
+supports neither contiguous shards nor shared prompts (hence `position_embedding_type="none"`). Layers receive the
+microbatch's description as `packed_seq_params`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.typed_torch import apply_module
+from torch.autograd.function import once_differentiable
 
-from megatron_rl.models.attention_backends import attend
-from megatron_rl.models.packed_sequences import PackedSequences
-from megatron_rl.models.rotary import rotate
+from megatron_rl.models.attention_backends import attend, build_segments, choose_attention_backend
+from megatron_rl.models.segments import Segments
 from megatron_rl.models.stages import make_parameter
+from megatron_rl.parallel.kernels import choose_triton_kernels
+from megatron_rl.parallel.layout import shard_rows
+from megatron_rl.samples.batch import MicrobatchSlice
+from megatron_rl.weights.families import FAMILIES, ModelShape
+
+if TYPE_CHECKING:
+    from megatron_rl.models.delta_rule import SequenceRows
+    from megatron_rl.models.routing import RowRoutes
+    from megatron_rl.weights.rope import RopeScaling
+
+
+class RotaryTable(NamedTuple):
+    """Cosine and sine [t, 1, d] of each position; `neighbors`: rotated pairs are adjacent channels, not d/2 apart."""
+
+    cosine: torch.Tensor
+    sine: torch.Tensor
+    neighbors: bool
+
+
+def compute_rotary_table(
+    position_ids: torch.Tensor,
+    *,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: RopeScaling | None = None,
+    neighbors: bool = False,
+) -> RotaryTable:
+    """Compute the rotary table of each position.
+
+    Args:
+        position_ids: [t] int64.
+        head_dim: d, even.
+        theta: base of the frequencies theta^(-2i/d).
+        dtype: of the table; angles are computed in float32, as in transformers.
+        neighbors: whether pairs are adjacent channels (GLM-4, DeepSeek-V3) or d/2 apart (Llama).
+
+    Returns:
+        Cosine and sine, [t, 1, d]; the first sine of a pair is negated.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=position_ids.device).float() / head_dim
+    periods = theta**exponents
+    frequencies, growth = 1.0 / periods, 1.0
+    if scaling is not None:
+        from megatron_rl.weights.rope import scale_frequencies
+
+        frequencies, growth = scale_frequencies(periods, theta, scaling)
+    angles = torch.outer(position_ids.float(), frequencies)[:, None]  # [t, 1, d/2]
+    cosine, sine = ((x if growth == 1.0 else x * growth).to(dtype) for x in (angles.cos(), angles.sin()))
+    if neighbors:
+        return RotaryTable(cosine.repeat_interleave(2, -1), torch.stack([-sine, sine], -1).flatten(-2), True)
+    return RotaryTable(torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1), False)
+
+
+def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbors: bool) -> torch.Tensor:
+    """Rotate the first d channels of [t, heads, ...] by a `RotaryTable` of width d (arXiv 2104.09864, equation 34).
+
+    megatron-core rotates by row, which contiguous context parallel shards and shared prompts do not allow.
+    """
+    width = cosine.shape[-1]
+    if width == heads.shape[-1]:
+        return _Rotation.apply(heads, cosine, sine, neighbors)
+    return torch.cat([_Rotation.apply(heads[..., :width], cosine, sine, neighbors), heads[..., width:]], -1)
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotation whose backward rotates by the negative angle."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbors: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(cosine, sine)
+        ctx.neighbors = neighbors
+        return _turn(heads, cosine, sine, neighbors, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _turn(gradient, cosine, sine, ctx.neighbors, -1.0), None, None, None
+
+
+def _turn(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbors: bool, sign: float) -> torch.Tensor:
+    kernels = None if neighbors or heads.dim() != 3 or heads.stride(-1) != 1 else choose_triton_kernels(heads)
+    if kernels is not None:
+        return kernels.rotate_halves(heads, cosine, sine, sign)
+    sine = sine if sign == 1.0 else -sine
+    if neighbors:
+        first, second = heads.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([second, first], -1).flatten(-2).mul_(sine).add_(heads * cosine)
+    first, second = heads.chunk(2, -1)
+    return torch.cat([second, first], -1).mul_(sine).add_(heads * cosine)
+
+
+@dataclass(frozen=True)
+class CachedRows:
+    """KV cache of a rank's layers, and the slots in it of the t rows of one forward.
+
+    Attributes:
+        layers: layer number (megatron-core's) -> keys and values, [slots, ng/tp, d] each.
+        slots: [t] int64, slot of each row.
+    """
+
+    layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    slots: torch.Tensor
+
+    def store(self, layer_number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a layer's rotated keys and values [t, ng/tp, d]; return all of its cache, [slots, ng/tp, d] each."""
+        keys, values = self.layers[layer_number]
+        keys.index_copy_(0, self.slots, key)
+        values.index_copy_(0, self.slots, value)
+        return keys, values
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """megatron-core's `PackedSeqParams` of a row of t tokens, with positions and shared prompts.
+
+    Attributes:
+        segments: attention pattern of the whole row, over all context parallel shards.
+        sliding: (layer numbers, segments, rotary table) of sliding-window layers, or `None`.
+        rotary_table: [t/cp, 1, d], of this rank's shard.
+        unrotated_layers: layer numbers (megatron-core's) without rotary embedding.
+        cache: KV cache that `segments` index, without context parallelism; or `None`.
+        routes: expert routes of this rank's rows, or `None`.
+        sequence_rows: of the whole row, in models with gated delta nets, else `None`.
+    """
+
+    segments: Segments
+    rotary_table: RotaryTable
+    unrotated_layers: frozenset[int] = frozenset()
+    sliding: tuple[frozenset[int], Segments, RotaryTable] | None = None
+    cache: CachedRows | None = None
+    routes: RowRoutes | None = None
+    sequence_rows: SequenceRows | None = None
+
+    def of_layer(self, number: int) -> tuple[Segments, RotaryTable | None]:
+        """Return segments and rotary table (`None` for a layer without rotation) of megatron-core's layer `number`."""
+        if self.sliding is not None and number in self.sliding[0]:
+            return self.sliding[1:]
+        return self.segments, None if number in self.unrotated_layers else self.rotary_table
+
+
+def build_packed_sequences(
+    piece: MicrobatchSlice,
+    position_ids: torch.Tensor,
+    shape: ModelShape,
+    *,
+    dtype: torch.dtype,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    backend: str | None = None,
+) -> PackedSequences:
+    """Build the description of a microbatch for the layers of a stage.
+
+    Args:
+        position_ids: [t] of the whole microbatch, not of a shard.
+        cp_size, cp_rank: this rank holds the rows `shard_rows(t, cp_size, cp_rank)`.
+        backend: attention backend; the fastest if `None`.
+    """
+    mine = position_ids[shard_rows(len(position_ids), cp_size, cp_rank)]
+    if backend is None and (shape.sliding_layers or FAMILIES[shape.family].has_sinks):
+        fastest = choose_attention_backend(mine.device, dtype)
+        # "efficient" has no sliding window; only "sdpa" has sinks.
+        backend = "sdpa" if fastest == "efficient" or FAMILIES[shape.family].has_sinks else fastest
+    segments = build_segments(piece.cu_seqlens, piece.max_seqlen, piece.keys, dtype, backend, piece.is_bucketed)
+    table = partial(
+        compute_rotary_table,
+        mine,
+        head_dim=shape.rotary_dim or shape.head_dim,
+        dtype=dtype,
+        neighbors=FAMILIES[shape.family].rotates_neighbors,
+    )
+    rotary_table = table(theta=shape.rope_theta, scaling=shape.rope_scaling)
+    sliding = None
+    if shape.sliding_layers:
+        numbers = frozenset(layer + 1 for layer in shape.sliding_layers)
+        own = table(theta=shape.sliding_rope_theta) if shape.sliding_rope_theta else rotary_table
+        sliding = numbers, replace(segments, window=shape.sliding_window), own
+    sequence_rows = None
+    if shape.delta_net:
+        from megatron_rl.models.delta_rule import build_sequence_rows
+
+        sequence_rows = build_sequence_rows(segments, shape.delta_net.kernel)
+    return PackedSequences(
+        qkv_format="thd",
+        segments=segments,
+        cu_seqlens_q=segments.cu_seqlens_q,
+        cu_seqlens_kv=segments.cu_seqlens_k,
+        max_seqlen_q=segments.max_seqlen_q,
+        max_seqlen_kv=segments.max_seqlen_k,
+        rotary_table=rotary_table,
+        sliding=sliding,
+        unrotated_layers=frozenset(layer + 1 for layer in shape.unrotated_layers),
+        sequence_rows=sequence_rows,
+    )
 
 
 class BlockedSelfAttention(SelfAttention):

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.models.layer_parts import GatedActivation
 from megatron_rl.models.lora_linears import (
     AdaptedLinear,
     AdaptedMatrix,
@@ -25,7 +24,7 @@ from megatron_rl.models.lora_linears import (
     find_adapter,
     multiply_quantized,
 )
-from megatron_rl.models.stages import make_parameter
+from megatron_rl.models.stages import GatedActivation, make_parameter
 from megatron_rl.parallel.batch_invariant import multiply as multiply_padded
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.packed_experts import ROW_BYTES, name_expert, split_experts

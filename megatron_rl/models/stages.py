@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline stages of a model: a subclass of megatron-core's GPTModel that ends in hidden states.
+"""Pipeline stages of a model, a subclass of megatron-core's GPTModel that ends in hidden states; norm and activation.
 
 Hidden states are `[t, 1, h]`, equal on all TP ranks, or `[t/tp, 1, h]` under sequence parallelism. The output layer is
 split over TP: `gather_for_shards` sums the ranks' partial gradients of hidden states.
@@ -8,10 +8,12 @@ split over TP: `gather_for_shards` sums the ranks' partial gradients of hidden s
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import ModelParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
@@ -20,9 +22,12 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer import TransformerConfig
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from megatron_rl.parallel.collectives import current_device
+from megatron_rl.parallel.kernels import choose_triton_kernels
 
 
 def gather_for_shards(x: torch.Tensor, *, sequence_parallel: bool, tp_group: dist.ProcessGroup) -> torch.Tensor:
@@ -91,3 +96,96 @@ class HiddenStatesModel(GPTModel):
         weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
         assert isinstance(weight, torch.nn.Parameter), "the last stage has an output layer"
         return weight
+
+
+class RMSNorm(torch.nn.Module):
+    """RMS norm (1910.07467); Megatron sums the weight's partial gradients of TP ranks under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps, self.is_zero_centered = eps, config.layernorm_zero_centered_gamma
+        self.weight = make_parameter(config, torch.ones, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize the last dimension; a zero-centered weight applies in float32, before rounding."""
+        if self.is_zero_centered:
+            return _normalize(x.float(), 1 + self.weight.float(), self.eps).type_as(x)
+        return _normalize(x, self.weight, self.eps)
+
+
+def _normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalize bitwise as torch does; in float32 on CPU by `_Norm`, since torch would save intermediates."""
+    if x.is_cuda or x.dtype != torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return _Norm.apply(x, x, weight, eps)  # `x` twice: autograd adds its gradient's terms in torch's order
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, again: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        factor = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()  # [t, ..., 1]
+        ctx.save_for_backward(x, weight, factor)
+        return (x * factor).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
+        x, weight, factor = ctx.saved_tensors
+        of_weight = None
+        if ctx.needs_input_grad[2]:
+            of_weight = (gradient * (x * factor)).sum(tuple(range(x.ndim - 1)))
+        scaled = gradient * weight
+        of_factor = (scaled * x).sum(-1, keepdim=True)
+        of_mean = -0.5 * of_factor * factor.pow(3) / x.shape[-1]
+        return scaled.mul_(factor), x * (2 * of_mean), of_weight, None
+
+
+class GatedActivation(torch.nn.Module):
+    """Module that maps [t, ..., 2 f], gate then up, to activation(gate) * up, [t, ..., f] (arXiv 2002.05202).
+
+    The activation is SiLU, by a Triton kernel with another exponential on a GPU, or tanh-GELU.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self._is_gelu = config.activation_func is F.gelu
+
+    def forward(self, gate_and_up: torch.Tensor) -> torch.Tensor:
+        """Apply the activation."""
+        return _GatedActivation.apply(gate_and_up, self._is_gelu)
+
+
+def _activate(gate: torch.Tensor, is_gelu: bool) -> torch.Tensor:
+    return F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
+
+
+def _choose_kernels(gate_and_up: torch.Tensor, is_gelu: bool) -> ModuleType | None:
+    return None if is_gelu or not gate_and_up.is_contiguous() else choose_triton_kernels(gate_and_up)
+
+
+class _GatedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
+        ctx.save_for_backward(gate_and_up)
+        ctx.is_gelu = is_gelu
+        kernels = _choose_kernels(gate_and_up, is_gelu)
+        if kernels is not None:
+            return kernels.apply_swiglu(gate_and_up)
+        gate, up = gate_and_up.chunk(2, -1)
+        return _activate(gate, is_gelu).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gate_and_up,) = ctx.saved_tensors
+        kernels = _choose_kernels(gate_and_up, ctx.is_gelu)
+        if kernels is not None:
+            return kernels.differentiate_swiglu(gate_and_up, gradient.contiguous()), None
+        result = torch.empty_like(gate_and_up)
+        (gate, up), (of_gate, of_up) = gate_and_up.chunk(2, -1), result.chunk(2, -1)
+        torch.mul(gradient, _activate(gate, ctx.is_gelu), out=of_up)
+        if ctx.is_gelu:
+            torch.ops.aten.gelu_backward(gradient * up, gate, approximate="tanh", grad_input=of_gate)
+        else:
+            torch.ops.aten.silu_backward(gradient * up, gate, grad_input=of_gate)
+        return result, None

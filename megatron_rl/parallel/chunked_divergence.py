@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Divergences between two models' distributions, log-probs of k tokens each, and sums of squared probabilities.
 
-All are computed from hidden states; chunks and partial gradients are as in `chunked_logprobs.py`.
+All are computed from hidden states; chunks and partial gradients are as in `vocab_parallel.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_gradients
-from megatron_rl.parallel.vocab_parallel import PackedKeptSets, VocabShard, gather_summaries, merge_totals
+from megatron_rl.parallel.vocab_parallel import (
+    OutputSoftmax,
+    PackedKeptSets,
+    VocabShard,
+    compute_linear_gradients,
+    gather_summaries,
+    merge_totals,
+)
 
 _LEAST = 1e-30  # minimum probability of "any other token", relative to the likeliest token
 

@@ -69,10 +69,6 @@ class Cluster:
         """Accelerators, one rank each."""
         return self.nodes * self.gpus_per_node
 
-    def is_within_node(self, ranks: list[int]) -> bool:
-        """Return whether all ranks share a node."""
-        return len({rank // self.gpus_per_node for rank in ranks}) == 1
-
 
 @dataclass(frozen=True)
 class Job:
@@ -134,13 +130,6 @@ class Job:
     def shape_of(self, role: RoleSpec) -> ModelShape:
         """Return the shape of a role's model; the reference has the policy's."""
         return self.shapes.get(role.name, self.shape)
-
-    @property
-    def scoring_passes(self) -> dict[str, int]:
-        """Role -> forward passes over a step's samples for log-probs; "actor" includes a reference on its ranks."""
-        if "reference" not in self.spec.roles or self.ranks_of("reference") == self.ranks_of("actor"):
-            return {"actor": self.spec.num_scoring_passes}
-        return {"actor": self.spec.num_scoring_passes - 1, "reference": 1}
 
     def with_config(self, **sections: Mapping[str, Any]) -> Job:
         """Return the job with changed settings, e.g. `actor={"offload_optimizer": True}`."""

@@ -14,13 +14,12 @@ from megatron_rl.config.schema import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.role_layouts import DTYPE_BYTES
-from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size, stage_layers
 from megatron_rl.weights.quantization import list_matrices, list_quantized
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
-from megatron_rl.weights.shard_box import ShardBox, box_shape, box_volume
+from megatron_rl.weights.shard_box import ShardBox, box_shape, box_volume, find_aliases
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 CODE_BYTES, SCALE_BYTES = 1, 4  # per element and per row of 8-bit matrices

@@ -20,8 +20,7 @@ import torch
 
 from megatron_rl.agents.recording import Recording
 from megatron_rl.config.sections import AgentsConfig
-from megatron_rl.engines.protocol import Request, Sampled
-from megatron_rl.engines.sampling import SamplingConfig, derive_seed
+from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig, derive_seed
 from megatron_rl.rollout.order import Samples
 from megatron_rl.types import FAILED, Rollout
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_order import PromptBatches
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import SamplingConfig
 from megatron_rl.types import Prompt
 
 # A prompt token costs about a sixteenth of a sampled one (8B parameters on one GPU: 40 us; 0.6 ms with 32 running

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from megatron_rl.checkpoint.side_files import find_model_files
+from megatron_rl.checkpoint.files import find_model_files
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_order import PromptBatches
@@ -34,9 +34,9 @@ from megatron_rl.run.models import RoleInputs
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import LaidOutModel, LearnedTeacher, RoleSetup
-from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.types import UserError
+from megatron_rl.weights.shard_box import find_aliases
 
 if TYPE_CHECKING:
     from megatron_rl.agents.in_rank import AnyEpisodes

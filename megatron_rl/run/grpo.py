@@ -18,14 +18,17 @@ from megatron_rl.observability.rollout_log import TokenTexts
 from megatron_rl.run.session import Session
 from megatron_rl.samples.describe import (
     choose_logged,
+    choose_tokens,
+    compute_advantages,
+    correct_mismatch,
     describe_distributions,
     describe_rollouts,
     describe_sources,
     describe_staleness,
     describe_updates,
+    measure_kl,
     rollout_row,
 )
-from megatron_rl.samples.estimate import choose_tokens, compute_advantages, correct_mismatch, measure_kl
 from megatron_rl.samples.experience import Column, Experience
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.algorithms.catalog import LOSS_AGGREGATIONS, POLICY_LOSSES, AdvantageEstimator, PolicyLoss
-from megatron_rl.checkpoint.side_files import find_model_files
+from megatron_rl.checkpoint.files import find_model_files
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, plan_old_logprobs
-from megatron_rl.checkpoint.side_files import MTP_ROLE, find_model_files, find_mtp_weights
+from megatron_rl.checkpoint.files import MTP_ROLE, find_model_files, find_mtp_weights
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
@@ -338,7 +338,7 @@ def check_machine(config: RunConfig, roles: Mapping[str, RoleInputs], engine: st
     try:
         for role in roles.values():
             if role.spec.trainable and role.spec.training.step_mode == "graph":
-                from megatron_rl.training.step import check_step_mode
+                from megatron_rl.training.optimizer import check_step_mode
 
                 check_step_mode(role.spec, role.shape, config.model.dtype)
         if config.model.transformer_impl == "transformer_engine":

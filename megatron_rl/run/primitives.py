@@ -27,16 +27,15 @@ from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.run.building import RolloutMembers, RunSinks, build_roles, build_rollout_members
 from megatron_rl.run.inputs import Parts, RlInputs
 from megatron_rl.run.state import TrainingState, actor_export, side_files
-from megatron_rl.samples.estimate import find_rollouts
+from megatron_rl.samples.describe import find_rollouts
 from megatron_rl.samples.experience import Column, Experience, check_kind
 from megatron_rl.samples.pack import Packer
-from megatron_rl.training.roles.on_samples import ActorOnSamples, PolicyOnSamples
+from megatron_rl.training.roles.actor import ActorOnSamples, PolicyOnSamples
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
     from megatron_rl.training.roles.critic import CriticOnSamples
-    from megatron_rl.training.roles.frozen import RewardModelOnSamples
-    from megatron_rl.training.roles.teachers import TeachersOnSamples
+    from megatron_rl.training.roles.frozen import RewardModelOnSamples, TeachersOnSamples
 
 
 class Policy(ActorOnSamples):
@@ -244,7 +243,7 @@ def build_primitives(
     }
     asked = None
     if teachers:
-        from megatron_rl.training.roles.teachers import TeachersOnSamples
+        from megatron_rl.training.roles.frozen import TeachersOnSamples
 
         asked = TeachersOnSamples(teachers, {name: packers[f"teachers.{name}"] for name in teachers}, policy, config)
     learned = None

@@ -18,6 +18,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import describe_engine
 from megatron_rl.extension.registry import OBJECT
 from megatron_rl.models.gpt import choose_transformer_impl
+from megatron_rl.observability.timers import StepProfiler
 from megatron_rl.parallel.collectives import Process, gather_objects, init_distributed, memory_in_use, open_store, world
 from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.run.building import RunSinks, check_agreement, group_timeout, launched_sizes
@@ -29,8 +30,7 @@ from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.run.primitives import Primitives, build_primitives
 from megatron_rl.samples.describe import text_rows
 from megatron_rl.training.fast_path import find_fast_paths, format_table
-from megatron_rl.training.profiling import StepProfiler
-from megatron_rl.training.step import check_step_mode
+from megatron_rl.training.optimizer import check_step_mode
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from megatron_rl.checkpoint.directory import RunContent
+from megatron_rl.checkpoint.files import find_model_files, list_side_files
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
-from megatron_rl.checkpoint.manifest import RunContent
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.saving import RankState, read_rng
-from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.collectives import failing_together, raise_together, world
 from megatron_rl.rollout.stream import RolloutStream

@@ -10,7 +10,7 @@ from itertools import chain, islice, pairwise
 
 import numpy as np
 
-from megatron_rl.samples.bins import CLOSE, Joined, PackingWork, Units, fill_bins, find_bounds
+from megatron_rl.samples.prefix import CLOSE, Joined, PackingWork, Units, fill_bins, find_bounds
 
 _TRIED_AT_ONCE = 256  # pairs of units, up to which Python is faster than numpy
 _TRIED_IN_TURN = 32  # ranks, before numpy finds the first that is left

@@ -22,10 +22,11 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from megatron_rl.samples.bins import (
+from megatron_rl.samples.prefix import (
     CLOSE,
     Joined,
     PackingWork,
+    SharedPrefixes,
     Units,
     compute_costs,
     deal,
@@ -33,7 +34,6 @@ from megatron_rl.samples.bins import (
     find_bounds,
     round_up,
 )
-from megatron_rl.samples.prefix import SharedPrefixes
 
 MicrobatchPlan = list[list[list[int]]]  # [dp_size][num_microbatches] -> indices of sequences
 

@@ -31,10 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.parallel.groups import list_gather_buffers
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training.optimizer import Optimizer
+from megatron_rl.training.optimizer import Optimizer, StepLoss
 from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.training.static_step import Shape, StaticStep, describe_shape, find_shape
-from megatron_rl.training.step import StepLoss
 from megatron_rl.types import UserError
 
 _WARM_UPS = 3
@@ -85,11 +84,6 @@ class GraphStep(StaticStep):
             return 0
         pools = {tuple(pool) for pool in self._pools.values()}
         return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools)
-
-    @property
-    def num_graphs(self) -> int:
-        """Number of microbatch graphs."""
-        return len(self._graphs)
 
     def prepare(self, minibatch: TrainBatch, loss: StepLoss) -> None:
         """Capture the missing graphs of a minibatch; leaves arbitrary values in the gradient buffers."""

@@ -10,8 +10,7 @@ import torch
 
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.attention_backends import choose_attention_backend
-from megatron_rl.models.gpt import choose_transformer_impl
-from megatron_rl.models.transformer_config import DTYPES
+from megatron_rl.models.gpt import DTYPES, choose_transformer_impl
 from megatron_rl.parallel.kernels import find_triton_failure
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.optimizer_states import StateShard
-from megatron_rl.checkpoint.pieces import MOMENTS, SavedModel
+from megatron_rl.checkpoint.pieces import MOMENTS
 from megatron_rl.parallel.collectives import gather_rows
 from megatron_rl.weights.families import is_layer_matrix
 from megatron_rl.weights.packed_experts import find_fused
@@ -57,10 +57,11 @@ class Muon:
     """Conversion of matrix gradients into Muon updates before a step of `AdamAndMuon`.
 
     Args:
+        model: a `PackedModel`.
         ddp: wrappers of the stages, which own the gradient buffers.
     """
 
-    def __init__(self, model: SavedModel, ddp: Sequence[Any], shards: Iterable[StateShard]) -> None:
+    def __init__(self, model: Any, ddp: Sequence[Any], shards: Iterable[StateShard]) -> None:
         self._tp, self._shapes = model.groups.tp, model.shape.logical_tensors()
         params = dict(model.stages.named_parameters())
         tables = [_group_by_param(model.placements(rank)) for rank in dist.get_process_group_ranks(self._tp)]

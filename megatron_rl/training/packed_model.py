@@ -19,18 +19,17 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from megatron_rl.checkpoint.pieces import load_weights
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import TrainedConfig
-from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
-from megatron_rl.models.packed_sequences import PackedSequences, build_packed_sequences
+from megatron_rl.models.attention import PackedSequences, build_packed_sequences
+from megatron_rl.models.gpt import DTYPES, build_gpt_stages, build_transformer_config, choose_transformer_impl
 from megatron_rl.models.stages import local_values
-from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
 from megatron_rl.parallel.collectives import broadcast_tensors, find_pair
 from megatron_rl.parallel.layout import shard_rows
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.setup import LaidOutModel, RoleSetup
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
 from megatron_rl.weights.shard_box import check_placements
@@ -39,6 +38,41 @@ if TYPE_CHECKING:
     from megatron_rl.training.adapted_model import Adapters
     from megatron_rl.training.router_replay import Routing
     from megatron_rl.transfer.computed import SourceParams
+
+
+_ALIGNMENT = 512
+
+
+class HostMemory:
+    """Pinned host memory for one owner's offloaded tensors: page-locked once, reused, grown on demand."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def store(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy tensors to the host; the copies are complete on return and valid until the next call."""
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        size, is_gpu = sum(sizes), self._device.type == "cuda"
+        if size > len(self._block):
+            if is_gpu and len(self._block):
+                torch.cuda.synchronize(self._device)  # a copy may still be reading it
+                unpin_memory(self._block.data_ptr())
+            self._block = torch.empty(size, dtype=torch.uint8)
+            if is_gpu:
+                pin_memory(self._block.data_ptr(), size)  # `Tensor.pin_memory` would round up to a power of two
+        copies = []
+        for tensor, part in zip(tensors, self._block[:size].split(sizes), strict=True):
+            copy = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies.append(copy.copy_(tensor, non_blocking=True))
+        if is_gpu:
+            torch.cuda.current_stream(self._device).synchronize()
+        return copies
+
+    def load(self, copies: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy tensors to new device tensors, asynchronously to the host."""
+        return [copy.to(self._device, non_blocking=True, copy=True) for copy in copies]
+
 
 # (hidden states of the last stage, microbatch) -> tensors [t, ...] of the whole microbatch; see `token_heads.py`
 Head = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, ...]]

@@ -23,12 +23,10 @@ import torch.nn.functional as F
 from megatron_rl.engines.local.paging import ContinuousBatch, PagedRows
 from megatron_rl.engines.protocol import EngineSpec, Sampled
 from megatron_rl.engines.truncation import add_gumbel_noise, truncate
-from megatron_rl.models.attention import PackedAttention
-from megatron_rl.models.packed_sequences import CachedRows, PackedSequences, build_packed_sequences
+from megatron_rl.models.attention import CachedRows, PackedAttention, PackedSequences, build_packed_sequences
 from megatron_rl.models.routing import RowRoutes
 from megatron_rl.models.stages import HiddenStatesModel, gather_for_shards
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
-from megatron_rl.parallel.chunked_logprobs import scale_logits
 from megatron_rl.parallel.collectives import broadcast_tensors, gather_rows
 from megatron_rl.parallel.vocab_parallel import (
     PackedKeptSets,
@@ -36,6 +34,7 @@ from megatron_rl.parallel.vocab_parallel import (
     find_vocab_shard,
     gather_summaries,
     merge_summaries,
+    scale_logits,
 )
 from megatron_rl.samples.batch import MicrobatchSlice
 from megatron_rl.samples.prefix import SegmentKeys, move_to_device

@@ -12,9 +12,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training.optimizer import Optimizer
+from megatron_rl.training.optimizer import EagerStep, Optimizer, StepLoss
 from megatron_rl.training.packed_model import EarlyReduction, Head, PackedModel
-from megatron_rl.training.step import EagerStep, StepLoss
 
 Shape = tuple[Any, ...]
 

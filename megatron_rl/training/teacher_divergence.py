@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from megatron_rl.checkpoint.pieces import load_weights
 from megatron_rl.models.stages import HiddenStatesModel
 from megatron_rl.parallel.chunked_divergence import compute_linear_divergence, compute_linear_logprobs_of
-from megatron_rl.parallel.chunked_logprobs import OutputSoftmax
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.parallel.vocab_parallel import OutputSoftmax
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import LearnedTeacher

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.models.stages import HiddenStatesModel, combine_shards, gather_for_shards
-from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_logprobs_and_entropy
+from megatron_rl.parallel.vocab_parallel import OutputSoftmax, compute_linear_logprobs_and_entropy
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.packed_model import PackedModel
 

@@ -15,9 +15,8 @@ from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.parallel.collectives import broadcast_tensors, gather_objects
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training.optimizer import Optimizer
+from megatron_rl.training.optimizer import EagerStep, Optimizer, StepLoss
 from megatron_rl.training.packed_model import Head, PackedModel
-from megatron_rl.training.step import EagerStep, StepLoss
 from megatron_rl.types import UserError
 
 _GROWTH = (

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import gather_objects
-from megatron_rl.transfer.classes import Shard
+from megatron_rl.transfer.planner import Shard
 from megatron_rl.weights.placement_tables import as_table
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume, fill_in_order
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.transfer.computed import CodedParam
+from megatron_rl.transfer.executor import TensorSet, TransferContext
 from megatron_rl.transfer.planner import group_shards
-from megatron_rl.transfer.transfers import TensorSet, TransferContext
 from megatron_rl.weights.quantization import SCALE_SUFFIX, CodeFormat, find_scales, list_scales
 from megatron_rl.weights.shard_box import ShardBox, box_slices
 

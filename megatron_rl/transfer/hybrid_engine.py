@@ -9,10 +9,11 @@ Parameters with equal layouts share the actor's storage. All others are moved by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,69 +21,33 @@ import torch.distributed as dist
 from megatron_rl.config.schema import HybridConfig
 from megatron_rl.engines.protocol import CodedEngine, EngineWeights
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import Process, reduce_scalars, share_object, world
-from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
-from megatron_rl.transfer.aliasing import gather_names
-from megatron_rl.transfer.executor import ReshardStats
-from megatron_rl.transfer.transfers import TensorSet, Transfer, TransferContext, split_types
-from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.placement_tables import PlacementTable, as_table
+from megatron_rl.parallel.collectives import Process, gather_rows, reduce_scalars, share_object, world
+from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.transfer.executor import ReshardStats, TensorSet, Transfer, TransferContext, split_types
+from megatron_rl.weights.placement_tables import as_table
 
 if TYPE_CHECKING:
-    from megatron_rl.transfer.computed import SourceParams
-    from megatron_rl.weights.adapters import AdapterShape
     from megatron_rl.weights.quantization import CodeFormat
 
 
-class SourceModel(Protocol):
-    """The model whose weights the engine receives.
-
-    Attributes:
-        params: this rank's parameters by name; empty without the actor.
-        merge: returns this rank's parameters with merged adapters.
-        scale_adapters: returns this rank's adapters, with B scaled.
-        shard_key: returns a key that is equal for ranks with equal placements.
-        placements: returns the placement table of any rank of the layout, without adapters.
-    """
-
-    shape: ModelShape
-    layout: ParallelLayout
-    adapters: AdapterShape | None
-    params: SourceParams
-    merge: Callable[[], SourceParams]
-    scale_adapters: Callable[[], SourceParams]
-    shard_key: Callable[[int], Hashable]
-    placements: Callable[[int], PlacementTable]
-
-    @property
-    def merged_params(self) -> frozenset[str]:
-        """Parameters with adapters, by name, over all ranks."""
-        ...
-
-    @property
-    def quantized_params(self) -> frozenset[str]:
-        """Parameters stored in NF4, by name, over all ranks."""
-        ...
-
-
-class WeightSource(Protocol):
-    """The actor, as the hybrid engine uses it."""
-
-    @property
-    def model(self) -> SourceModel:
-        """The trained model."""
-        ...
-
-    @property
-    def policy_version(self) -> int:
-        """Policy version of the weights."""
-        ...
+def gather_names(names: frozenset[str], group: dist.ProcessGroup) -> list[frozenset[str]]:
+    """Gather the sets of all ranks, by rank, sending each distinct set once; collective."""
+    digest = hashlib.sha256("\n".join(sorted(names)).encode()).digest()[:8]
+    mine = torch.tensor([[int.from_bytes(digest, "little", signed=True)]])
+    digests = gather_rows(mine, group)[:, 0].tolist()
+    owners = {found: rank for rank, found in reversed(list(enumerate(digests)))}  # the first rank of each set
+    sets = {
+        found: share_object(names, group, dist.get_global_rank(group, rank))
+        for found, rank in sorted(owners.items(), key=lambda item: item[1])
+    }
+    return [sets[found] for found in digests]
 
 
 class HybridEngine:
     """The actor's weights in an in-process rollout engine; building it is collective.
 
     Args:
+        actor: with the trained `model`, a `training.setup.LaidOutModel`, and its `policy_version`.
         engine: this rank's share of the engine.
         end_update: replaces the engine's `end_weight_update`, if given.
 
@@ -95,7 +60,7 @@ class HybridEngine:
 
     def __init__(
         self,
-        actor: WeightSource,
+        actor: Any,
         engine: EngineWeights,
         *,
         engines: EngineRanks,

@@ -8,6 +8,7 @@ A *logical tensor* is a tensor of the HF checkpoint. A `ShardBox` maps box `loca
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -127,3 +128,20 @@ def check_placements(
         num_placed = sum(map(box_volume, filled[name]))
         if num_placed != math.prod(shape) and name not in padded:
             raise ValueError(f"{where}: {num_placed} of {math.prod(shape)} elements of {name} are placed")
+
+
+def find_aliases(source: Iterable[ShardBox], destination: Iterable[ShardBox]) -> dict[str, str]:
+    """Map each destination parameter to the source parameter with the same pieces at the same places (pure).
+
+    Only layouts of one rank are compared; the caller must check shapes (vocabulary padding) and dtypes.
+    """
+    by_content = {content: name for name, content in _list_contents(source).items()}
+    matches = {name: by_content.get(content) for name, content in _list_contents(destination).items()}
+    return {name: match for name, match in matches.items() if match is not None}
+
+
+def _list_contents(placements: Iterable[ShardBox]) -> dict[str, frozenset[tuple[Box, str, Box]]]:
+    contents: dict[str, set[tuple[Box, str, Box]]] = defaultdict(set)
+    for p in placements:
+        contents[p.param].add((p.local_box, p.hf_name, p.hf_box))
+    return {name: frozenset(content) for name, content in contents.items()}

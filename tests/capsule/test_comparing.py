@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.capsule.recorder import Fingerprints, Section, Values, encode_sections, fingerprint_pieces
 from megatron_rl.checkpoint.pieces import Piece
-from tools.replay.comparing import Row, compare_sections, find_first, format_report, make_report
+from tools.replay.comparing import Row, compare_sections, describe_place, find_first, format_report, make_report
 from tools.replay.recording import decode_sections
 
 NAN = float("nan")
@@ -134,6 +134,6 @@ def test_sections_come_back_from_the_disk() -> None:
     entries, content = encode_sections(sections)
     again = decode_sections(entries, load(content))
     assert {row.verdict for row in compare(sections, again)} == {"bitwise"}
-    assert [s.name for s in again] == [s.name for s in sections] and again[2].content[0].describe_place(4) == (
+    assert [s.name for s in again] == [s.name for s in sections] and describe_place(again[2].content[0], 4) == (
         "rollout 1, token 2"
     )

@@ -18,9 +18,9 @@ from megatron_rl.checkpoint.directory import (
     prune,
     read_manifest,
     read_pointer,
+    seal,
 )
 from megatron_rl.checkpoint.files import read_digests, write_file
-from megatron_rl.checkpoint.manifest import seal
 from megatron_rl.types import UserError
 from tools._weights import resolve_weights
 

@@ -20,9 +20,9 @@ from actor_runs import Case, build_actor
 from checkpoint_runs import STATE, join_pieces, make_content, make_saver, resume_actor, save_actor, snapshot
 from distributed import run_ranks
 from megatron_rl.checkpoint.directory import find_gaps
+from megatron_rl.checkpoint.files import list_side_files
 from megatron_rl.checkpoint.optimizer_states import create_states, make_state_pieces
 from megatron_rl.checkpoint.resuming import load_training_state
-from megatron_rl.checkpoint.side_files import list_side_files
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.config.schema import CriticConfig
 from megatron_rl.parallel.groups import build_groups

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from actor_runs import Case, build_actor
 from checkpoint_runs import join_pieces, make_content, make_saver, resume, snapshot
 from distributed import run_ranks
-from megatron_rl.checkpoint import manifest as manifest_module
+from megatron_rl.checkpoint import directory as manifest_module
 from megatron_rl.checkpoint import saving
 from megatron_rl.checkpoint.directory import find_newest_valid, find_problems, list_steps, read_pointer
 from megatron_rl.checkpoint.optimizer_states import create_states

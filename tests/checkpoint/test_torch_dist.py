@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 import megatron_rl.parallel  # noqa: F401  before megatron.core
 from distributed import run_ranks
 from megatron_rl.checkpoint.torch_dist import ChunkReader, ChunkWriter, write_index
-from megatron_rl.models.transformer_config import build_transformer_config
+from megatron_rl.models.gpt import build_transformer_config
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.engines.checking import check_sampled
-from megatron_rl.engines.protocol import Request, Sampled
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig
+from megatron_rl.rollout.generation import check_sampled
 from megatron_rl.types import KeptSets, UserError
 
 SOURCE = "rollout engine 2 (VllmEngine, ranks 4-5), prompt_id 9, sample 1"

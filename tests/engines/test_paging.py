@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.engines.local.paging import ContinuousBatch, PagedRows
-from megatron_rl.engines.protocol import Request, Sampled
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig
 from megatron_rl.types import UserError
 
 STOP = 7

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from engine_requests import generate
 
 import megatron_rl.parallel  # noqa: F401 (before megatron.core)
 from distributed import run_ranks
@@ -21,14 +22,12 @@ from megatron_rl.agents.recording import Recording
 from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import BuiltEngine, build_engine
-from megatron_rl.engines.checking import check_sampled
-from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, SamplingConfig
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rollout.generation import check_sampled
 from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.rollout.packed_episodes import pack_rollouts, unpack_rollouts
-from megatron_rl.rollout.serving import generate
 from megatron_rl.types import Prompt, RouteShape, UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, engine_sizes, save_tiny_model

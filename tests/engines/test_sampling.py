@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.engines.sampling import SamplingConfig, derive_seed
+from megatron_rl.engines.protocol import SamplingConfig, derive_seed
 
 
 def test_seed_is_stable_across_versions() -> None:

@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from megatron_rl.engines.protocol import Request
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import Request, SamplingConfig
 from megatron_rl.engines.truncation import truncate
 from megatron_rl.engines.vllm.vllm_recorders import KeptSetRecorder, list_sampling_arguments
 from megatron_rl.parallel.vocab_parallel import OUTSIDE

@@ -22,8 +22,7 @@ from distributed import run_ranks
 from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.checkpoint.model_files import ModelFiles
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engines.protocol import EngineSpec, Request
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
 from megatron_rl.engines.vllm import vllm_engine as engine_module
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
 from megatron_rl.parallel.collectives import Process

@@ -88,7 +88,7 @@ FAILURES = [
         "run_out_of_memory_in_update",
         r"out of memory: 131072.00 GiB asked for \(\d+.\d\d GiB in use by this rank, .* left on the host\)\n"
         r"  source:   rank 1, step 2, phase update, .*faulty_program.py:\d+ in <lambda>, called from "
-        r"megatron_rl/training/roles/on_samples.py:\d+ in forward_backward\n  expected: .*\n"
+        r"megatron_rl/training/roles/actor.py:\d+ in forward_backward\n  expected: .*\n"
         r"  hint:     lower actor.max_tokens_per_microbatch or ",
         1,
         "RuntimeError: [enforce fail at alloc_cpu.cpp",

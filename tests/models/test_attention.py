@@ -16,11 +16,15 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_rl.models.attention import PackedAttention
+from megatron_rl.models.attention import (
+    PackedAttention,
+    PackedSequences,
+    build_packed_sequences,
+    compute_rotary_table,
+    rotate,
+)
 from megatron_rl.models.attention_backends import attend
-from megatron_rl.models.packed_sequences import PackedSequences, build_packed_sequences
-from megatron_rl.models.rotary import compute_rotary_table, rotate
-from megatron_rl.models.transformer_config import build_transformer_config
+from megatron_rl.models.gpt import build_transformer_config
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import Padding, build_train_batch
 from megatron_rl.samples.prefix import share_prompts

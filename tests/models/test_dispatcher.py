@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from megatron_rl.models.gpt import build_gpt_stages
-from megatron_rl.models.transformer_config import build_transformer_config
+from megatron_rl.models.gpt import build_gpt_stages, build_transformer_config
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from shards import make_shape

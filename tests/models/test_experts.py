@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from distributed import run_ranks
 from megatron_rl.models import experts
 from megatron_rl.models.experts import GroupedExperts, RowCounts, multiply
-from megatron_rl.models.gpt import ColumnParallelLinear, RowParallelLinear
-from megatron_rl.models.layer_parts import GatedActivation
-from megatron_rl.models.transformer_config import build_transformer_config
+from megatron_rl.models.gpt import ColumnParallelLinear, RowParallelLinear, build_transformer_config
+from megatron_rl.models.stages import GatedActivation
 from megatron_rl.parallel import batch_invariant
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout

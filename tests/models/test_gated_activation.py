@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from megatron_rl.models.experts import ClampedActivation
-from megatron_rl.models.layer_parts import GatedActivation
+from megatron_rl.models.stages import GatedActivation
 
 
 def write_out(gate_and_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:

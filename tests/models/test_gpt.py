@@ -22,9 +22,14 @@ from role_setups import make_setup
 from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.models import gpt
-from megatron_rl.models.gpt import ColumnParallelLinear, ModuleSpec, build_gpt_stages, choose_transformer_impl
+from megatron_rl.models.gpt import (
+    ColumnParallelLinear,
+    ModuleSpec,
+    build_gpt_stages,
+    build_transformer_config,
+    choose_transformer_impl,
+)
 from megatron_rl.models.stages import gather_for_shards
-from megatron_rl.models.transformer_config import build_transformer_config
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import Padding, build_train_batch

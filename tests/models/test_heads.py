@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
+from megatron_rl.models.gpt import build_transformer_config
 from megatron_rl.models.other_stages import ScoreHead
 from megatron_rl.models.stages import gather_for_shards
-from megatron_rl.models.transformer_config import build_transformer_config
-from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_logprobs_and_entropy
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.parallel.vocab_parallel import OutputSoftmax, compute_linear_logprobs_and_entropy
 from shards import make_shape
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE, PADDED_SIZE = 8, 24, 13, 16

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.models.layer_parts import RMSNorm
+from megatron_rl.models.stages import RMSNorm
 
 
 def build(size: int, zero_centered: bool = False, dtype: torch.dtype = torch.float32) -> RMSNorm:

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from megatron_rl.models.rotary import compute_rotary_table, rotate
+from megatron_rl.models.attention import compute_rotary_table, rotate
 from megatron_rl.weights.rope import read_rope_scaling
 
 HEAD_DIM = 16

@@ -19,7 +19,7 @@ from megatron_rl.parallel.chunked_divergence import (
     compute_linear_logprobs_of,
     compute_linear_top_k,
 )
-from megatron_rl.parallel.chunked_logprobs import OutputSoftmax
+from megatron_rl.parallel.vocab_parallel import OutputSoftmax
 from megatron_rl.training.teacher_divergence import compute_top_k_divergence
 
 NUM_TOKENS, VOCAB_SIZE = 13, 21

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from distributed import run_ranks
 from megatron_rl.parallel.chunked_divergence import compute_linear_sum_pi_squared
-from megatron_rl.parallel.chunked_logprobs import (
+from megatron_rl.parallel.vocab_parallel import (
     OutputSoftmax,
     compute_linear_logprobs_and_entropy,
 )

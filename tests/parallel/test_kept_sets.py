@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from distributed import run_ranks
 from megatron_rl.parallel.chunked_divergence import compute_linear_sum_pi_squared
-from megatron_rl.parallel.chunked_logprobs import (
+from megatron_rl.parallel.vocab_parallel import (
     OutputSoftmax,
+    PackedKeptSets,
     compute_linear_logprobs_and_entropy,
 )
-from megatron_rl.parallel.vocab_parallel import PackedKeptSets
 from megatron_rl.types import KeptSets
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE, PADDED_SIZE, TEMPERATURE = 14, 8, 11, 16, 0.7

@@ -15,11 +15,16 @@ import sys
 import pytest
 import torch
 
-from megatron_rl.models.layer_parts import _GatedActivation
-from megatron_rl.models.rotary import compute_rotary_table
+from megatron_rl.models.attention import compute_rotary_table
+from megatron_rl.models.stages import _GatedActivation
 from megatron_rl.parallel import kernels as choice
-from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_logprobs_and_entropy
-from megatron_rl.parallel.vocab_parallel import VocabShard, compute_logits_gradient, compute_summary
+from megatron_rl.parallel.vocab_parallel import (
+    OutputSoftmax,
+    VocabShard,
+    compute_linear_logprobs_and_entropy,
+    compute_logits_gradient,
+    compute_summary,
+)
 
 kernels = pytest.importorskip("megatron_rl.parallel.triton_kernels", exc_type=ModuleNotFoundError)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -142,7 +147,7 @@ def test_kernel_log_probs_and_gradients_through_the_head(chunk_tokens: int, monk
     targets = torch.arange(10, device=DEVICE)
     found = []
     for chosen in (None, kernels):
-        monkeypatch.setattr("megatron_rl.parallel.chunked_logprobs.choose_triton_kernels", lambda tensor, c=chosen: c)
+        monkeypatch.setattr("megatron_rl.parallel.vocab_parallel.choose_triton_kernels", lambda tensor, c=chosen: c)
         hidden, weight = draw(10, 8).requires_grad_(), draw(64, 8).requires_grad_()
         logprobs, entropy = compute_linear_logprobs_and_entropy(hidden, weight, targets, softmax)
         grads = torch.autograd.grad((logprobs * draw(10)).sum() + (entropy * 0.1).sum(), [hidden, weight])

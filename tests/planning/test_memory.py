@@ -18,9 +18,9 @@ from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.engine_weights import compute_engine_bytes, count_aliased_elements
 from megatron_rl.planning.memory import MemoryPhase, compute_memory, count_microbatches, count_passes_in_flight
 from megatron_rl.planning.parameters import compute_role_bytes
-from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.rollout_layout import vllm_placements
+from megatron_rl.weights.shard_box import find_aliases
 from planning_jobs import PREFIXED, make_job, small_shape
 from tools.planning.switch import plan_switch
 

@@ -42,15 +42,15 @@ from megatron_rl.engines.servers import served
 from megatron_rl.engines.servers.server_apis import SglangServer, VllmServer
 from megatron_rl.engines.vllm.vllm_settings import fit_to_device
 from megatron_rl.models import attention_backends, attention_kernels
+from megatron_rl.observability.timers import StepProfiler
 from megatron_rl.parallel.collectives import Process, current_device, init_distributed, memory_in_use
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.planning.cluster import find_cluster
 from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.run.loading import load_config
 from megatron_rl.training.fast_path import find_fast_paths
+from megatron_rl.training.optimizer import check_step_mode
 from megatron_rl.training.policy_engine import PolicyEngine
-from megatron_rl.training.profiling import StepProfiler
-from megatron_rl.training.step import check_step_mode
 from megatron_rl.transfer import transports
 from megatron_rl.transfer.executor import Resharder
 from megatron_rl.types import UserError

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "launch/recipes/qwen2.5_0.5b_gsm8k.yaml"
 EXPECTED = {
     "host tensor in a collective": "a collective of a tensor on the host at planted_faults.py:",
-    "item": "the host waits for the device at megatron_rl/training/step.py:",  # which calls the loss
+    "item": "the host waits for the device at megatron_rl/training/optimizer.py:",  # which calls the loss
     "forgotten device": "found at least two devices, cuda:0 and cpu",
     "second wait": "the host waits for the device at planted_faults.py:",
     "leak": "1.9 MiB (0.1%) more are held after the second actor update than after the first",
@@ -90,7 +90,10 @@ FOUND: dict[str, tuple[dict[str, Any], str]] = {
     "bytes": ({"traffic": {"rehearsed": 2 << 30}}, "actor DP: 2.000 GiB sent, 1.000 planned"),
     "host collective": ({"update": {"host_collectives": ["x.py:7"]}}, "a collective of a tensor on the host at x.py:7"),
     "mix": ({"update": {"mixes": ["x.py:8"]}}, "tensors of the host and of the device at x.py:8"),
-    "wait": ({"update": {"syncs": {"megatron_rl/training/step.py:9": 1}}}, "waits for the device at megatron_rl/train"),
+    "wait": (
+        {"update": {"syncs": {"megatron_rl/training/optimizer.py:9": 1}}},
+        "waits for the device at megatron_rl/train",
+    ),
     "second wait": ({"update": {"syncs": {"megatron_rl/training/update.py:1": 2}}}, "the host waits 2 times for the"),
     "a save": ({"save": {"peak": 3 << 30}}, "save: 3.00 GiB rehearsed, more than the 2.00 of any planned phase"),
     "leak": (

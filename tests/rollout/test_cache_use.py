@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from distributed import run_ranks
-from megatron_rl.engines.protocol import Request, Sampled
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.rollout.generation import OpenRequests
 

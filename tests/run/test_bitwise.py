@@ -21,7 +21,7 @@ import megatron_rl
 from distributed import run_ranks
 from megatron_rl.models import attention_backends
 from megatron_rl.models.attention import PackedAttention
-from megatron_rl.models.layer_parts import RMSNorm
+from megatron_rl.models.stages import RMSNorm
 from megatron_rl.samples.corrections import check_bits
 from megatron_rl.samples.experience import Experience
 from megatron_rl.types import Prompt, UserError

@@ -21,9 +21,8 @@ from sabotage import Blow, kill, read_rollouts, same_files, train_under
 from safetensors.torch import load_file, save_file
 
 from distributed import run_ranks
-from megatron_rl.checkpoint.directory import find_problems, list_steps, point_at, read_pointer
+from megatron_rl.checkpoint.directory import find_problems, list_steps, point_at, read_pointer, seal
 from megatron_rl.checkpoint.files import FileRecord, write_file
-from megatron_rl.checkpoint.manifest import seal
 from megatron_rl.checkpoint.torch_dist import ChunkWriter
 from megatron_rl.config.schema import ObservabilityConfig
 from megatron_rl.observability.run import Run

@@ -15,7 +15,7 @@ import pytest
 import torch
 from chat_templates import write_chat_tokenizer
 
-import megatron_rl.training.roles.on_samples as roles_module
+import megatron_rl.training.roles.actor as roles_module
 from distributed import run_ranks
 from megatron_rl.algorithms.aggregation import LedgerError
 from megatron_rl.data.sft_examples import load_sft_examples

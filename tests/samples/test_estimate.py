@@ -26,11 +26,12 @@ from megatron_rl.config.algorithm import GdpoOptions
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.samples.describe import describe_rollouts, describe_sources
-from megatron_rl.samples.estimate import (
+from megatron_rl.samples.describe import (
     choose_tokens,
     compute_advantages,
     correct_mismatch,
+    describe_rollouts,
+    describe_sources,
     find_rollouts,
     loss_inputs,
     measure_kl,

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from megatron_rl.samples import balancing, bins, microbatches
 from megatron_rl.samples.batch import Padding
-from megatron_rl.samples.bins import CLOSE, PackingWork
 from megatron_rl.samples.microbatches import (
     MicrobatchPlan,
     compute_attention_ratio,
     packing_metrics,
     plan_microbatches,
 )
-from megatron_rl.samples.prefix import SharedPrefixes, share_prompts
+from megatron_rl.samples.prefix import CLOSE, PackingWork, SharedPrefixes, share_prompts
 from megatron_rl.training.setup import LaidOutModel
 from shards import make_shape
 

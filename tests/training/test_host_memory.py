@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.training.host_memory import HostMemory
+from megatron_rl.training.packed_model import HostMemory
 
 
 def draw(device: str = "cpu") -> list[torch.Tensor]:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.training.profiling import StepProfiler
+from megatron_rl.observability.timers import PhaseTimers, StepProfiler
 
 CPU = torch.device("cpu")
 

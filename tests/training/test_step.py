@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from role_setups import take_step
 
-import megatron_rl.training.step as step_module
+import megatron_rl.training.optimizer as step_module
 from distributed import run_ranks
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.training.optimizer import StepLoss, check_step_mode
 from megatron_rl.training.static_step import StaticInputs, describe_shape, find_shape
-from megatron_rl.training.step import StepLoss, check_step_mode
 from megatron_rl.types import UserError
 from shards import make_shape
 from step_runs import Setup, build_ragged_batch, build_role, compare_modes, measure_padding

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.transfer.aliasing import find_aliases, gather_names
+from megatron_rl.transfer.hybrid_engine import gather_names
+from megatron_rl.weights.shard_box import find_aliases
 from shards import make_shape, place_megatron, place_vllm
 
 

@@ -34,7 +34,7 @@ from megatron_rl.config.schema import (
     TrainerConfig,
 )
 from megatron_rl.config.sections import LoraConfig
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import SamplingConfig
 from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed

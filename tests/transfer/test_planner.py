@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.transfer.classes import Shard
-from megatron_rl.transfer.planner import Planner, RankPlan, TransferOp, group_shards
+from megatron_rl.transfer.planner import Planner, RankPlan, Shard, TransferOp, group_shards
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect, rows
 from rank_plans import plan_all
@@ -35,6 +34,7 @@ from shards import (
     place_on_rank_0,
     place_vllm,
 )
+from tools.planning.reshard_cost import list_flows
 from tools.planning.switch import build_shards
 
 Tables = list[list[ShardBox]]
@@ -261,7 +261,7 @@ def test_groups_are_made_from_one_table_each() -> None:
 def count_egress(source: Sequence[Shard], destination: Sequence[Shard], world: int, node: int) -> list[int]:
     """Elements that each rank sends to others."""
     sent = [0] * world
-    for flow in Planner(source, destination, ranks_per_node=node).flows():
+    for flow in list_flows(Planner(source, destination, ranks_per_node=node)):
         for origin, rank, elements in zip(*(column.tolist() for column in flow), strict=True):
             sent[origin] += elements * (origin != rank)
     return sent

@@ -14,8 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.engines.protocol import Request, Sampled
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig
 from megatron_rl.engines.wrappers import AbsentEngine
 from megatron_rl.transfer.probe import ProbedWeights
 from megatron_rl.types import UserError

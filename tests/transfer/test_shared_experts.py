@@ -24,13 +24,12 @@ from megatron_rl.engines.protocol import share_params
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.packed_experts import split_experts
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
-from megatron_rl.weights.shard_box import ShardBox, box_slices
+from megatron_rl.weights.shard_box import ShardBox, box_slices, find_aliases
 from tiny_models import save_tiny_model
 
 

@@ -6,15 +6,14 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.transfer.classes import Shard
-from megatron_rl.transfer.planner import Planner
+from megatron_rl.transfer.planner import Planner, Shard
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox, box_volume, rows
 from rank_plans import plan_all, plan_flows
 from shards import as_shards, make_shape, place_megatron, place_vllm
 from tools._gather_path import predict_gather_seconds, summarize_gather
-from tools.planning.reshard_cost import Bandwidths, ReshardSummary, predict_seconds, summarize
+from tools.planning.reshard_cost import Bandwidths, ReshardSummary, list_flows, predict_seconds, summarize
 
 BUCKET = 1 << 20
 SHAPES = {"dense": make_shape("qwen2", tied_embeddings=True), "experts": make_shape("qwen3_moe")}
@@ -45,7 +44,7 @@ def test_plans_and_flows_give_the_same_summary(sizes: dict[str, int], rollout_tp
     options = dict(num_ranks=12, itemsize=2, ranks_per_node=4, bucket_bytes=BUCKET)
     plans = plan_all(source, destination, num_ranks=12, ranks_per_node=4)
     summary = summarize(plan_flows(plans), **options)
-    assert summarize(Planner(source, destination, ranks_per_node=4).flows(), **options) == summary
+    assert summarize(list_flows(Planner(source, destination, ranks_per_node=4)), **options) == summary
     wanted = sum(len(s.ranks) * sum(box_volume(p.hf_box) for p in s.placements) for s in destination)
     assert summary.bytes_kept + summary.bytes_moved == 2 * wanted
 
@@ -54,7 +53,7 @@ def test_numbers_by_hand() -> None:
     """Rank 0 holds 4 rows of 10, rank 1 of its node needs all of them, rank 2 of the other node needs 3."""
     source = [Shard((0,), (hold("t", 0, 4),))]
     destination = [Shard((0, 1), (hold("t", 0, 4),)), Shard((2,), (hold("t", 1, 4),))]
-    flows = Planner(source, destination, ranks_per_node=2).flows()
+    flows = list_flows(Planner(source, destination, ranks_per_node=2))
     summary = summarize(flows, num_ranks=4, itemsize=2, ranks_per_node=2, bucket_bytes=BUCKET)
     assert summary == ReshardSummary(
         num_ranks=4,
@@ -77,7 +76,7 @@ def test_numbers_by_hand() -> None:
 
 def test_pulls_within_a_node_need_no_staging() -> None:
     source, destination = make_sides(SHAPES["dense"], ParallelLayout(8, tp_size=2, pp_size=2), 4)
-    flows = list(Planner(source, destination, ranks_per_node=8).flows())
+    flows = list(list_flows(Planner(source, destination, ranks_per_node=8)))
     summary = summarize(flows, num_ranks=8, itemsize=4, ranks_per_node=8, bucket_bytes=BUCKET)
     assert summary.bytes_moved > 0 == summary.bytes_across_nodes == summary.transient_bytes
 
@@ -85,7 +84,7 @@ def test_pulls_within_a_node_need_no_staging() -> None:
 def test_equal_layouts_take_no_time() -> None:
     source, _ = make_sides(SHAPES["dense"], ParallelLayout(8, tp_size=2, pp_size=2), 1)
     summary = summarize(
-        Planner(source, source, ranks_per_node=4).flows(),
+        list_flows(Planner(source, source, ranks_per_node=4)),
         num_ranks=8,
         itemsize=4,
         ranks_per_node=4,

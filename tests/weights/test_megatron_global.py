@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.weights.families import FAMILIES
-from megatron_rl.weights.megatron_global import megatron_global_placements
+from megatron_rl.weights.megatron_layout import megatron_global_placements
 from megatron_rl.weights.shard_box import box_shape, box_slices
 from shards import count_writes, make_shape
 

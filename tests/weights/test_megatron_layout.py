@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from distributed import run_ranks
 from megatron_rl.models.experts import list_matrices
-from megatron_rl.models.gpt import build_gpt_stages
-from megatron_rl.models.transformer_config import build_transformer_config
+from megatron_rl.models.gpt import build_gpt_stages, build_transformer_config
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.families import ModelShape

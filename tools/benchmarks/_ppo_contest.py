@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.models.transformer_config import DTYPES
+from megatron_rl.models.gpt import DTYPES
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.fixed_shapes import build_buckets
@@ -165,7 +165,7 @@ class Contestant:
         )
         self._shape = self._actor.model.shape
         if self.mode == "graph":
-            self._found |= {"graph_bytes": self._actor.step.memory_bytes, "graphs": self._actor.step.num_graphs}
+            self._found |= {"graph_bytes": self._actor.step.memory_bytes, "graphs": len(self._actor.step._graphs)}
         if self._device.type == "cuda":
             self._found["peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
         del self._actor, self._batch

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_rl.data.prompt_order import PromptBatches
 from megatron_rl.engines.build import BuiltEngine
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import SamplingConfig
 from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks

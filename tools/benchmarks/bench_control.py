@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.engines.protocol import Request
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import Request, SamplingConfig
 from megatron_rl.parallel.collectives import gather_objects, init_distributed, world
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.serving import Channel, ControlMessage, open_channel

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 
 from megatron_rl.transfer.planner import Planner
 from tools._layouts import read_layouts, read_shape
-from tools.planning.reshard_cost import summarize
+from tools.planning.reshard_cost import list_flows, summarize
 from tools.planning.switch import build_shards
 
 
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         seconds,
         "count",
         lambda: summarize(
-            planner.flows(),
+            list_flows(planner),
             num_ranks=layout.world_size,
             itemsize=2,
             ranks_per_node=options.ranks_per_node,

@@ -30,8 +30,7 @@ import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import init_distributed, reduce_scalars
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.transfer.aliasing import find_aliases
-from megatron_rl.transfer.executor import TRANSPORTS, Resharder, Transport
+from megatron_rl.transfer.executor import Resharder, Transport
 from megatron_rl.transfer.planner import Planner, group_shards
 from megatron_rl.transfer.transports import export_params, map_params
 from megatron_rl.types import UserError
@@ -39,7 +38,7 @@ from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import find_shard_key, megatron_placements
 from megatron_rl.weights.packed_experts import find_fused
 from megatron_rl.weights.rollout_layout import vllm_placements
-from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices
+from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices, find_aliases
 from tools._layouts import read_layouts, read_shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -362,7 +361,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--source", required=True, help="training layout: tp=2,pp=2 (also vpp, cp, ep; dp is the rest)")
     parser.add_argument("--destination", required=True, help="engine layout: tp=1 (dp is the rest)")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of both sides")
-    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="see hybrid.transport")
+    parser.add_argument("--transport", choices=("auto", "pull", "buckets"), default="auto", help="see hybrid.transport")
     parser.add_argument("--bucket-bytes", type=int, default=32 << 20, help="see hybrid.bucket_bytes")
     parser.add_argument("--no-alias", action="store_true", help="copy even where both layouts agree")
     parser.add_argument("--repeats", type=int, default=3, help="counted rounds; medians are reported")

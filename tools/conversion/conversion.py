@@ -18,17 +18,24 @@ from typing import Any
 
 import torch
 
-from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems
-from megatron_rl.checkpoint.files import DIGESTS_FILE, Unit, explain_write_error, split_units
+from megatron_rl.checkpoint.directory import MANIFEST_FILE, begin_manifest, find_problems, seal
+from megatron_rl.checkpoint.files import (
+    CONFIG_DIR,
+    DIGESTS_FILE,
+    Unit,
+    copy_side_files,
+    explain_write_error,
+    find_mtp_weights,
+    list_side_files,
+    split_units,
+)
 from megatron_rl.checkpoint.huggingface import check_checkpoint, finish_model, name_safetensors
-from megatron_rl.checkpoint.manifest import begin_manifest, seal
 from megatron_rl.checkpoint.model_files import ModelFiles, list_copies
 from megatron_rl.checkpoint.pieces import check_global_shapes, locate
-from megatron_rl.checkpoint.side_files import CONFIG_DIR, copy_side_files, find_mtp_weights, list_side_files
 from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter, write_index
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape
-from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements
+from megatron_rl.weights.megatron_layout import GlobalPlacement, Table, megatron_global_placements
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.packed_experts import FileTensor, join_turns, list_file_tensors
 from megatron_rl.weights.shard_box import Box, box_shape, box_slices, box_volume, full_box

@@ -13,7 +13,7 @@ from megatron_rl.checkpoint.huggingface import find_drafts
 from megatron_rl.checkpoint.model_files import ModelFiles
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_global import Table
+from megatron_rl.weights.megatron_layout import Table
 
 # Buffers of old versions of transformers, and the bias of a score head, which is always zero.
 _NOT_PARAMETERS = ("rotary_emb.inv_freq", "masked_bias", "score.bias")

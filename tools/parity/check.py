@@ -16,21 +16,20 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from engine_requests import generate
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from megatron_rl.checkpoint.files import CONFIG_DIR
 from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
-from megatron_rl.checkpoint.side_files import CONFIG_DIR
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import LayoutConfig, ModelConfig, RolloutConfig
 from megatron_rl.engines.build import build_engine
-from megatron_rl.engines.protocol import EngineSpec, Request
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
 from megatron_rl.extension.registry import find_engine
 from megatron_rl.parallel.collectives import Process, share_object, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rollout.serving import generate
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.frozen import score_sequences
 from megatron_rl.training.setup import RoleSetup

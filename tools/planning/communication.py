@@ -69,9 +69,16 @@ class Workload:
         return self.num_rollouts * (self.prompt_tokens + self.response_tokens)
 
 
+def count_scoring_passes(job: Job) -> dict[str, int]:
+    """Return role -> forward passes over a step's samples for log-probs; "actor" includes a reference on its ranks."""
+    if "reference" not in job.spec.roles or job.ranks_of("reference") == job.ranks_of("actor"):
+        return {"actor": job.spec.num_scoring_passes}
+    return {"actor": job.spec.num_scoring_passes - 1, "reference": 1}
+
+
 def list_traffic(job: Job, work: Workload, stage: int = 0) -> list[Traffic]:
     """List a pipeline stage's traffic, without the weight transfer to the engine."""
-    passes = job.scoring_passes | {role.name: 1 for role in job.others}
+    passes = count_scoring_passes(job) | {role.name: 1 for role in job.others}
     found = [
         traffic
         for name, forwards in passes.items()
@@ -119,7 +126,7 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     yield count("CP", link_of(layout, cluster, "cp"), layers * rounds * attention * (cp - 1) / cp)
     exchanged /= tp if section.sequence_parallel else 1
     last = layout.first_rank + layout.expert_tp_size * ep - 1
-    link = WITHIN if cluster.is_within_node([layout.first_rank, last]) else ACROSS
+    link = WITHIN if layout.first_rank // cluster.gpus_per_node == last // cluster.gpus_per_node else ACROSS
     yield count("EP", link, exchanged * (ep - 1) / ep)
     stages = layout.vpp_size * (pp > 1)
     boundary = hidden / (tp if section.sequence_parallel else 1)
@@ -193,7 +200,7 @@ def link_of(layout: ParallelLayout, cluster: Cluster, *axes: str) -> str:
     """Return the slowest link class in parallel groups over `axes` ("tp", "dp", ...), judged by the first group."""
     sizes = {"tp": layout.tp_size, "cp": layout.cp_size, "dp": layout.dp_size, "pp": layout.pp_size}
     last = layout.rank(**{axis: sizes[axis] - 1 for axis in axes})
-    return WITHIN if cluster.is_within_node([layout.first_rank, last]) else ACROSS
+    return WITHIN if layout.first_rank // cluster.gpus_per_node == last // cluster.gpus_per_node else ACROSS
 
 
 @dataclass(frozen=True)
@@ -295,7 +302,7 @@ def predict_step(
         length, layout = work.prompt_tokens + work.response_tokens, job.layout.last_stage
         operations = 3 * work.passes * work.tokens * count_operations(job.shape.mtp, length) / layout.world_size
         mtp = operations / (job.cluster.flops * assumed.mfu)
-    scoring = {name: compute(roles[name], passes) for name, passes in job.scoring_passes.items()}
+    scoring = {name: compute(roles[name], passes) for name, passes in count_scoring_passes(job).items()}
     phases = {
         "switch": switch_seconds,
         "rollout": _rollout_seconds(job, work, memory, assumed) + wait("rollout"),

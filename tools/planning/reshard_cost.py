@@ -1,19 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost of a plan: bytes per link class, balance, staging memory, and seconds at given bandwidths.
 
-Counts are sums of the flows from `Planner.flows`: exact, not sampled, for thousands of ranks. Predictions are lower
+Counts are sums of the flows from `list_flows`: exact, not sampled, for thousands of ranks. Predictions are lower
 bounds from bandwidth alone: no latency, no packing, no contention, every rank with a link of its own per class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
-from megatron_rl.transfer.planner import Flow
+from megatron_rl.transfer.planner import BoxPiece, Planner, TensorClass
 from megatron_rl.types import UserError
+from megatron_rl.weights.shard_box import box_volume
+
+Flow = tuple[np.ndarray, np.ndarray, np.ndarray]  # source ranks, destination ranks, elements; [n] int64 each
+
+
+def list_flows(planner: Planner) -> Iterator[Flow]:
+    """Yield source ranks, destination ranks and elements for all ranks, without building operations.
+
+    Pairs may repeat; equal ranks are copies inside the rank. Coverage is not checked.
+    """
+    for route in dict.fromkeys(planner._routes.values()):
+        choice, leftover = planner._make_choice(route)
+        total: dict[int, int] = defaultdict(int)
+        for tensors, piece in route.pieces:
+            for index, elements in _count_demand(planner, tensors, piece).items():
+                total[index] += elements * len(tensors.names)
+        spread = ((s, _count_demand(planner, planner._classes[name], piece)) for (name, piece), s in leftover.items())
+        for sources, demand in chain([(choice.fixed, total)], spread):
+            elements = [demand[planner._destination_of[rank]] for rank in sources]
+            yield (
+                np.array(list(sources.values()), np.int64),
+                np.array(list(sources), np.int64),
+                np.array(elements, np.int64),
+            )
+
+
+def _count_demand(planner: Planner, tensors: TensorClass, piece: BoxPiece) -> dict[int, int]:
+    """Return destination shard -> elements that it needs of a piece."""
+    demand: dict[int, int] = defaultdict(int)
+    for box, indices in tensors.targets.items():
+        part = planner._intersect(piece.box, box)
+        if part is not None:
+            for index in indices:
+                demand[index] += box_volume(part)
+    return demand
 
 
 @dataclass(frozen=True)
@@ -76,7 +113,7 @@ def summarize(
     """Sum up the flows of all ranks.
 
     Args:
-        flows: from `Planner.flows`; pairs may repeat.
+        flows: from `list_flows`; pairs may repeat.
         itemsize: bytes per transferred element.
     """
     kept = 0

@@ -12,8 +12,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.engine_weights import CODE_BYTES, SCALE_BYTES, is_coded
 from megatron_rl.planning.role_layouts import DTYPE_BYTES
-from megatron_rl.transfer.classes import Shard
-from megatron_rl.transfer.planner import Flow, Planner, group_shards
+from megatron_rl.transfer.planner import Planner, Shard, group_shards
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import find_shard_key, megatron_placements
 from megatron_rl.weights.placement_tables import as_table
@@ -21,7 +20,15 @@ from megatron_rl.weights.quantization import list_matrices, list_scales
 from megatron_rl.weights.rollout_layout import vllm_placements
 from megatron_rl.weights.row_shards import find_sharded_key, sharded_placements
 from megatron_rl.weights.shard_box import ShardBox
-from tools.planning.reshard_cost import Bandwidths, Prediction, ReshardSummary, predict_seconds, summarize
+from tools.planning.reshard_cost import (
+    Bandwidths,
+    Flow,
+    Prediction,
+    ReshardSummary,
+    list_flows,
+    predict_seconds,
+    summarize,
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ def _list_flows(job: Job) -> Iterator[Flow]:
         if job.engine_is_actor:
             destination = []  # the engine uses the actor's weights
         planner = Planner(source, destination, ranks_per_node=job.cluster.gpus_per_node)
-        for origins, ranks, elements in planner.flows():
+        for origins, ranks, elements in list_flows(planner):
             yield origins, ranks, elements * itemsize
 
 

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_rl.planning.cluster import Job
 from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.training.optimizer import StepLoss
 from megatron_rl.training.packed_model import PackedModel
-from megatron_rl.training.step import StepLoss
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from tools.rehearsal import fake_cuda
 from tools.rehearsal.batches import find_share_in_loss, pack_full

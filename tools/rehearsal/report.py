@@ -15,7 +15,7 @@ from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.memory import RankMemory, compute_memory
-from tools.planning.communication import Workload, list_traffic
+from tools.planning.communication import Workload, count_scoring_passes, list_traffic
 
 TOLERANCE = 0.05
 SMALL = 1 << 20  # bytes per step that are not planned: metric sums, norms
@@ -97,7 +97,7 @@ def _compare_traffic(job: Job, rank: int, found: Found) -> Iterator[dict[str, An
     for role in job.spec.laid_out:
         if role.name not in rows:
             continue
-        layout, passes = job.layout_of(role), job.scoring_passes.get(role.name, 1)
+        layout, passes = job.layout_of(role), count_scoring_passes(job).get(role.name, 1)
         work = Workload(layout.dp_size, 0.0, rows[role.name], 1, 1)
         planned: dict[str, float] = defaultdict(float)
         stage = layout.coordinates(rank).pp

@@ -14,7 +14,7 @@ from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.memory import count_step_tokens
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training.roles.teachers import ask_teacher
+from megatron_rl.training.roles.frozen import ask_teacher
 
 
 def score(job: Job, name: str, role: Any, batch: TrainBatch) -> None:

@@ -16,7 +16,7 @@ import torch
 from megatron_rl.models import experts
 from megatron_rl.planning.cluster import Job
 from megatron_rl.training import packed_model
-from megatron_rl.training.host_memory import HostMemory
+from megatron_rl.training.packed_model import HostMemory
 from tools.rehearsal.ledger import Ledger
 
 

@@ -137,6 +137,16 @@ def _measure(recorded: np.ndarray, found: np.ndarray) -> tuple[float, float]:
     return float(gap.max(initial=0.0)), float((gap / scale).max(initial=0.0))
 
 
+def describe_place(values: Values, position: int) -> str:
+    """Describe the owner of the element at `position` for a message, such as "rollout 3, token 5"."""
+    if values.index == "token":
+        assert values.lengths is not None, "tokens have them"
+        ends = np.cumsum(values.lengths)
+        rollout = int(np.searchsorted(ends, position, side="right"))
+        return f"rollout {rollout}, token {position - int(ends[rollout] - values.lengths[rollout])}"
+    return "" if values.index == "step" else f"{values.index} {position + (values.index == 'update')}"
+
+
 def _compare_values(what: str, recorded: Values, found: Values, tolerance: float | None) -> Row:
     if recorded.array.shape != found.array.shape or recorded.array.dtype != found.array.dtype:
         note = f"{len(recorded.array)} numbers were recorded, {len(found.array)} are there now"
@@ -149,7 +159,7 @@ def _compare_values(what: str, recorded: Values, found: Values, tolerance: float
     place = int(different.argmax())
     first = Difference(
         what,
-        recorded.describe_place(place),
+        describe_place(recorded, place),
         recorded.array[place].item(),
         found.array[place].item(),
         f"{count} of {len(different)} numbers differ",

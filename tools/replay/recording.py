@@ -22,7 +22,7 @@ from megatron_rl.samples.experience import Experience, replicate
 from megatron_rl.transfer.executor import ReshardStats
 from megatron_rl.types import KeptSets, Prompt, Rollout, UserError
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_global import megatron_global_placements
+from megatron_rl.weights.megatron_layout import megatron_global_placements
 from megatron_rl.weights.shard_box import ShardBox, box_shape, full_box
 
 

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 
 from megatron_rl.capsule.recorder import CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE, Fingerprints, Section
 from megatron_rl.checkpoint.directory import find_problems, find_problems_together, read_manifest
+from megatron_rl.checkpoint.files import CONFIG_DIR
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state
-from megatron_rl.checkpoint.side_files import CONFIG_DIR
 from megatron_rl.config.placement import PlacementConfig
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.parallel.collectives import share_object

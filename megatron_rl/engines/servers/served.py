@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.engines.protocol import EngineSpec, EngineWeights, Probed, Request, Sampled
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import EngineSpec, EngineWeights, Probed, Request, Sampled, SamplingConfig
 from megatron_rl.engines.servers.server_apis import OpenAiServer, ServerApi, SglangServer, VllmServer
 from megatron_rl.engines.servers.server_client import ServerClient, ServerFailure, ServerProcess
 from megatron_rl.engines.servers.server_key import KEY_VARIABLE

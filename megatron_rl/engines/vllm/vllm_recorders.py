@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.engines.protocol import Request
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import Request, SamplingConfig
 from megatron_rl.engines.truncation import truncate
 from megatron_rl.types import KeptSets, RouteShape
 

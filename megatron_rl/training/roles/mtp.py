@@ -16,14 +16,13 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms.losses import compute_sft_loss
 from megatron_rl.config.schema import ActorConfig
+from megatron_rl.models.attention import PackedSequences
 from megatron_rl.models.other_stages import MtpModel
-from megatron_rl.models.packed_sequences import PackedSequences
 from megatron_rl.models.stages import HiddenStatesModel
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training.optimizer import Optimizer
+from megatron_rl.training.optimizer import Optimizer, StepLoss
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
-from megatron_rl.training.step import StepLoss
 from megatron_rl.training.token_heads import LogprobHead
 from megatron_rl.training.update import OptimizerStep, build_step
 from megatron_rl.types import LossLedger
