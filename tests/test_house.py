@@ -39,7 +39,7 @@ MAX_FUNCTION_LINES = 60
 # Exceptions older than these limits: the lists may only shrink.
 MAX_FAN_OUT = 23
 # A plain run (one rank on a CPU, a dense model, rules, prompts of text) loads fewer lines than this, and none of these.
-MAX_LOADED_LINES = 24_950
+MAX_LOADED_LINES = 24_560
 BEHIND_DOORS = (
     "agents.adapters",
     "agents.environment",
@@ -73,7 +73,6 @@ BEHIND_DOORS = (
     "models.attention_kernels",
     "models.layer_variants",
     "models.experts",
-    "models.layer_variants",
     "models.lora_linears",
     "models.other_stages",
     "models.routing",
@@ -110,7 +109,6 @@ BEHIND_DOORS = (
     "training.roles.critic",
     "training.roles.frozen",
     "training.roles.mtp",
-    "training.roles.frozen",
     "training.router_replay",
     "training.static_step",
     "transfer.coding",

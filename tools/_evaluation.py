@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, PlacementConfig, ReferenceConfig, RunConfig
-from megatron_rl.observability.rollout_log import TokenTexts, write_rows
+from megatron_rl.observability.metrics import TokenTexts, write_rows
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.rewards.answers import estimate_pass_at_k
 from megatron_rl.rollout.collector import correctness_of

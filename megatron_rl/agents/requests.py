@@ -68,12 +68,6 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number")
 
 
-def read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether to stream the answer, and whether to stream its token counts; raises BadRequest."""
-    options = _get(body, "stream_options") or {}
-    return bool(_get(body, "stream")), bool(_get(options, "include_usage"))
-
-
 def _get(body: Mapping[str, Any], field: str) -> Any:
     """Return the value of a field of `_KINDS`, or `None`; BadRequest for another type."""
     value, kind = body.get(field), _KINDS[field]
@@ -267,7 +261,8 @@ class _Handler(BaseHTTPRequestHandler):
             request = read_json(body)
             if not isinstance(request, dict):
                 raise BadRequest("the body is no object")
-            is_streamed, with_usage = read_stream(request)
+            options = _get(request, "stream_options") or {}
+            is_streamed, with_usage = bool(_get(request, "stream")), bool(_get(options, "include_usage"))
             answer = self.server.answer(path, request)
         except BadRequest as error:
             self._refuse(400, str(error), error.field)

@@ -26,8 +26,7 @@ from rich.text import Text
 from torch.distributed.distributed_c10d import Store
 
 from megatron_rl.observability.metric_table import accuracy_set, format_columns
-from megatron_rl.observability.metrics import NumberRecord, Sink
-from megatron_rl.observability.rollout_log import phase_seconds
+from megatron_rl.observability.metrics import NumberRecord, Sink, phase_seconds
 
 _INTERVAL = 0.5  # seconds between two updates
 _WINDOW = 20  # updates that the speed is averaged over

@@ -21,16 +21,18 @@ import numpy as np
 from torch.distributed.distributed_c10d import Store
 
 from megatron_rl.config.sections import ObservabilityConfig
-from megatron_rl.observability import rollout_log
 from megatron_rl.observability.health import HealthMonitor
 from megatron_rl.observability.metric_table import find_metric
 from megatron_rl.observability.metrics import (
     CONFIG_FILE,
     ROLLOUTS,
+    SUMMARY_FILE,
     VALIDATION,
     MetricsFile,
     Sink,
     TensorBoard,
+    find_best_responses,
+    format_response,
     has_records,
     is_due,
     plain_record,
@@ -38,6 +40,8 @@ from megatron_rl.observability.metrics import (
     replace_text,
     set_aside,
     step_of,
+    write_rows,
+    write_summary,
 )
 from megatron_rl.observability.progress import (
     Pace,
@@ -95,7 +99,7 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """True if the run of this directory is complete."""
-        return (self.dir / rollout_log.SUMMARY_FILE).exists()
+        return (self.dir / SUMMARY_FILE).exists()
 
     @property
     def checkpoints(self) -> Path:
@@ -121,7 +125,7 @@ class Run:
         attempt = None if after_step is None else set_aside(self.dir, after_step)
         if attempt is not None:
             self.log.info("records of steps that are done again are kept: %s", attempt)
-        for name in (STOPPED_FILE, rollout_log.SUMMARY_FILE):
+        for name in (STOPPED_FILE, SUMMARY_FILE):
             (self.dir / name).unlink(missing_ok=True)
         settings, add = self._settings, self._sinks.append
         self._pace = Pace(self._total_steps, max(after_step or 0, 0))
@@ -197,7 +201,7 @@ class Run:
         self.settle()
         if self.is_writer:
             rows = list(rows)
-            self._writing = self._writer.submit(rollout_log.write_rows, self.dir, step, rows)
+            self._writing = self._writer.submit(write_rows, self.dir, step, rows)
             for sink in self._sinks:
                 sink.samples(step, rows[:_NUM_SAMPLES])
 
@@ -210,7 +214,7 @@ class Run:
     def write_validation(self, step: int, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the responses of a validation set after a step."""
         if self.is_writer:
-            rollout_log.write_rows(self.dir / VALIDATION / name, step, rows)
+            write_rows(self.dir / VALIDATION / name, step, rows)
 
     def write_histograms(self, step: int, describe: Callable[[], Mapping[str, np.ndarray]]) -> None:
         """Pass `describe()` to the sinks every `histograms_every` steps; only on rank 0 with TensorBoard."""
@@ -281,14 +285,14 @@ class Run:
         self.settle()
         self._close_sinks()
         if self.is_writer:
-            step, best = rollout_log.find_best_responses(self.dir)
+            step, best = find_best_responses(self.dir)
             shown = ("prompt_id", "sample_index", "reward", "response")
             responses = [{"step": step, **{name: row[name] for name in shown}} for row in best]
             alarms = [asdict(alarm) for alarm in self._health.alarms]
             extra = {"failed_saves": self.failed_saves, "alarms": alarms, "best_responses": responses}
-            summary = rollout_log.write_summary(self.dir, extra)
+            summary = write_summary(self.dir, extra)
             for row in best:
-                self.log.info("best of step %d: %s", step, rollout_log.format_response(row))
+                self.log.info("best of step %d: %s", step, format_response(row))
             for name, course in json.loads(summary.read_text())["validation"].items():
                 numbers = (course[key] for key in ("first", "first_step", "last", "last_step", "best"))
                 self.log.info("%s accuracy: %.4f at step %d -> %.4f at step %d (best %.4f)", name, *numbers)

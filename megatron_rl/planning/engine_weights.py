@@ -52,7 +52,6 @@ def count_own_bytes(job: Job, rank: int) -> int:
 
 
 def _find_place(job: Job, rank: int) -> int:
-    """Return a rank's index in its engine."""
     return (rank - job.rollout_ranks.start) % job.engine_tp
 
 

@@ -150,3 +150,13 @@ def serve(
         engine.interrupt(sorted(running))
         raise
     return errors[0] if errors else None
+
+
+def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Sampled]:
+    """Generate results for a batch of requests, in their order; collective over the engine's ranks."""
+    found: dict[int, Sampled] = {}
+    message = ControlMessage(requests=requests, stop=True)
+    error = serve(engine, lambda is_idle: message, lambda sampled: found.update({sampled.key: sampled}))
+    if error is not None:
+        raise error
+    return [found[request.key] for request in requests if request.key in found]

@@ -14,7 +14,7 @@ import torch
 
 from megatron_rl.algorithms.catalog import has_importance_weights
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.observability.rollout_log import TokenTexts
+from megatron_rl.observability.metrics import TokenTexts
 from megatron_rl.run.session import Session
 from megatron_rl.samples.describe import (
     choose_logged,

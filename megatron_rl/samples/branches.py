@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.observability.rollout_log import TokenTexts
+from megatron_rl.observability.metrics import TokenTexts
 from megatron_rl.samples.prefix import SharedPrefixes, is_repeated
 from megatron_rl.types import Branch, Rollout, Turn
 

@@ -16,7 +16,7 @@ from megatron_rl.algorithms.catalog import CHOOSES_TOKENS, has_importance_weight
 from megatron_rl.algorithms.losses import find_clipped
 from megatron_rl.algorithms.plugin_types import PolicyLossInputs
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.observability.rollout_log import NUM_BEST, TokenTexts, as_numbers, token_fields
+from megatron_rl.observability.metrics import NUM_BEST, TokenTexts, as_numbers, token_fields
 from megatron_rl.parallel.collectives import reduce_scalars
 from megatron_rl.rewards.answers import RESTATES
 from megatron_rl.samples.batch import TrainBatch

@@ -196,7 +196,6 @@ class OpRecorder(TorchDispatchMode):
         self.last = "none"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record the operation and run it."""
         self.last = str(func)
         return func(*args, **(kwargs or {}))
 

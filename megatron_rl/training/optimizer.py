@@ -100,7 +100,6 @@ class Optimizer:
         self.scheduler.step(0)  # recomputes the learning rate by the present config
 
     def _list_buffers(self) -> list[Any]:
-        """List the gradient buffers to offload."""
         modules = self._ddp if self._offloads_gradients else ()
         return [buffer for module in modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
 

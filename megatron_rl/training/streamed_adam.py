@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.checkpoint.pieces import MOMENTS
 from megatron_rl.config.schema import STREAMED_BYTES
-from megatron_rl.training.host_memory import HostMemory
+from megatron_rl.training.packed_model import HostMemory
 
 
 class StreamedAdam(torch.optim.AdamW):
@@ -24,7 +24,6 @@ class StreamedAdam(torch.optim.AdamW):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._host_memory: HostMemory | None = None
         self._moments: dict[torch.Tensor, list[torch.Tensor]] = {}
 
     @torch.no_grad()
@@ -56,10 +55,9 @@ class StreamedAdam(torch.optim.AdamW):
     def _claim_states(self, params: Sequence[torch.Tensor]) -> None:
         """Move moments that are new or were loaded from a checkpoint to this optimizer's pinned memory."""
         zero = torch.zeros(())
-        if self._host_memory is None:
-            self._host_memory = HostMemory(params[0].device if params else torch.device("cpu"))
+        if params and not self._moments:
             found = [self.state[p].get(name, zero.expand(p.shape)) for p in params for name in MOMENTS]
-            pairs = iter(self._host_memory.store(found))
+            pairs = iter(HostMemory(params[0].device).store(found))
             self._moments = {p: [next(pairs), next(pairs)] for p in params}
         for p in params:
             state = self.state[p]

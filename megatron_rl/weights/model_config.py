@@ -292,6 +292,8 @@ def _check_shape(shape: ModelShape, config: Mapping[str, Any], source: str) -> N
         experts, chosen = shape.num_experts, shape.experts_per_token
         right[f"{chosen} experts per token of {experts}"] = chosen <= experts
         right[f"{shape.dense_layers} dense layers of {shape.num_layers}"] = shape.dense_layers <= shape.num_layers
+    if (net := shape.delta_net) is not None:
+        right[f"{net.value_heads} value heads for {net.key_heads} key heads"] = net.value_heads % net.key_heads == 0
     if router is not None:
         groups, most = router.num_groups, router.groups_per_token
         right[f"{most} of {groups} groups of {shape.num_experts} experts"] = (
@@ -300,7 +302,7 @@ def _check_shape(shape: ModelShape, config: Mapping[str, Any], source: str) -> N
     require(
         right,
         source,
-        "attention heads that are a multiple of the KV heads; a hidden size that is a multiple of the heads where it "
-        "gives head_dim; an even number of rotated channels, with a base above 1 and scalings that fit them; no more "
-        "experts per token than experts, in groups of one size",
+        "attention heads that are a multiple of the KV heads, value heads of the key heads; a hidden size that is a "
+        "multiple of the heads where it gives head_dim; an even number of rotated channels, with a base above 1 and "
+        "scalings that fit them; no more experts per token than experts, in groups of one size",
     )

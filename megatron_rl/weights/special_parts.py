@@ -315,14 +315,6 @@ def _read_delta_nets(config: dict[str, Any], source: str, *, is_split: bool) -> 
         config["linear_conv_kernel_dim"],
         is_split,
     )
-    wrong_types = set(types) - {"linear_attention", "full_attention"}
-    if wrong_types or len(types) != len(layers) or net.value_heads % net.key_heads:
-        raise UserError(
-            f"layer_types = {types}, with {net.value_heads} value heads for {net.key_heads} key heads",
-            source=source,
-            expected="linear_attention or full_attention for each layer, and equally many value heads for a key head",
-            hint="use a checkpoint without these options",
-        )
     linear = tuple(layer for layer in layers if types[layer] == "linear_attention")
     return dict(delta_net=net, delta_layers=linear) if linear else {}
 

@@ -141,18 +141,12 @@ def check_bitwise(shape: ModelShape, tp_size: int, engine: str) -> None:
             expected=f"rollout.engine={name_engines('is_actor')}, which is the policy itself",
             hint=f"set rollout.engine={name_engines('is_actor')}, or rollout.bitwise=false",
         )
-    if shape.sliding_layers:
+    if shape.sliding_layers or shape.delta_net is not None:
+        what = "windows slide" if shape.sliding_layers else "recurrence runs in chunks while it trains"
         raise UserError(
-            f"rollout.bitwise with a {shape.family} model, whose windows slide",
+            f"rollout.bitwise with a {shape.family} model, whose {what}",
             source="rollout.bitwise",
-            expected="a model whose layers see the whole sequence",
-            hint="set rollout.bitwise=false",
-        )
-    if shape.delta_net is not None:
-        raise UserError(
-            f"rollout.bitwise with a {shape.family} model, whose recurrence runs in chunks while it trains",
-            source="rollout.bitwise",
-            expected="a model whose layers attend",
+            expected="a model whose layers attend to the whole sequence",
             hint="set rollout.bitwise=false",
         )
     if variance := find_variance(_list_products(shape, tp_size)):

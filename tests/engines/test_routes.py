@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from engine_requests import generate
 
 import megatron_rl.parallel  # noqa: F401 (before megatron.core)
 from distributed import run_ranks
@@ -28,6 +27,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.generation import check_sampled
 from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.rollout.packed_episodes import pack_rollouts, unpack_rollouts
+from megatron_rl.rollout.serving import generate
 from megatron_rl.types import Prompt, RouteShape, UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, engine_sizes, save_tiny_model

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_requests import generate
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -28,6 +27,7 @@ from megatron_rl.engines.endings import StopStrings
 from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rollout.serving import generate
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model

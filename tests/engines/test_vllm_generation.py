@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_requests import generate
 
 from distributed import run_ranks
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, SamplingConfig
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
 from megatron_rl.parallel.collectives import Process
+from megatron_rl.rollout.serving import generate
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import box_shape, box_slices

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_rl.capsule.recorder import write_rollouts
 from megatron_rl.config.schema import ObservabilityConfig
+from megatron_rl.observability.metrics import TokenTexts, as_numbers, token_fields
 from megatron_rl.observability.progress import LOGGER_NAME, close_rank_log
-from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
 from megatron_rl.observability.run import Run
 from megatron_rl.samples.table import build_headers
 from megatron_rl.types import Prompt, Rollout

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.schema import ObservabilityConfig
+from megatron_rl.observability.metrics import write_summary
 from megatron_rl.observability.progress import log_path
-from megatron_rl.observability.rollout_log import write_summary
 from megatron_rl.observability.run import Run
 
 OFF = ObservabilityConfig(tensorboard=False, progress_bar=False)

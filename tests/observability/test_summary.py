@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_rl.observability.rollout_log import summarize, write_summary
+from megatron_rl.observability.metrics import summarize, write_summary
 
 RECORDS = [
     {"step": 0, "validation/math/accuracy": 0.25, "time/validation": 2.0},

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.samples import balancing, bins, microbatches
+from megatron_rl.samples import balancing, microbatches, prefix
 from megatron_rl.samples.batch import Padding
 from megatron_rl.samples.microbatches import (
     MicrobatchPlan,
@@ -349,8 +349,8 @@ def test_the_search_for_the_number_of_bins_is_short(num_sequences: int, monkeypa
 
     Counted in attempts, so that it does not depend on the machine; each takes n log n.
     """
-    attempts, fill = [], bins.fill_bins
-    monkeypatch.setattr(bins, "fill_bins", lambda *args: attempts.append(args[1]) or fill(*args))
+    attempts, fill = [], prefix.fill_bins
+    monkeypatch.setattr(prefix, "fill_bins", lambda *args: attempts.append(args[1]) or fill(*args))
     plan = plan_microbatches([51] * num_sequences, dp_size=1, max_tokens=100)
     assert [len(members) for members in plan[0]] == [1] * num_sequences
-    assert len(attempts) <= bins._TRIED_ONE_BY_ONE + 2 * num_sequences.bit_length()
+    assert len(attempts) <= prefix._TRIED_ONE_BY_ONE + 2 * num_sequences.bit_length()

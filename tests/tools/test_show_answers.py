@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.observability.rollout_log import write_rows
+from megatron_rl.observability.metrics import write_rows
 from tools import show_answers as tool
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from engine_requests import generate
 
 import megatron_rl.parallel  # noqa: F401 (before megatron.core)
 from distributed import run_ranks
@@ -36,6 +35,7 @@ from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.engine_weights import compute_engine_bytes
+from megatron_rl.rollout.serving import generate
 from megatron_rl.run.building import build_role, build_rollout
 from megatron_rl.run.models import RoleInputs, resolve
 from megatron_rl.transfer.certificate import CertificateError

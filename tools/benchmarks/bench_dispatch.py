@@ -26,13 +26,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout without installation
 
 import numpy as np
-from engine_requests import generate
 
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig, derive_seed
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.order import assign_engines
+from megatron_rl.rollout.serving import generate
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
 from tools.planning.engine_clock import StepCost
 

@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 
 import numpy as np
 import torch.distributed as dist
-from engine_requests import generate
 
 from megatron_rl.engines.protocol import Request, SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.rollout.order import assign_engines
+from megatron_rl.rollout.serving import generate
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
 from tools.benchmarks._scripted_stream import ScriptedStream
 from tools.planning.engine_clock import EngineModel, StepCost

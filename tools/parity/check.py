@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from engine_requests import generate
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -30,6 +29,7 @@ from megatron_rl.extension.registry import find_engine
 from megatron_rl.parallel.collectives import Process, share_object, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rollout.serving import generate
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.frozen import score_sequences
 from megatron_rl.training.setup import RoleSetup

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from megatron_rl.observability.rollout_log import as_numbers
+from megatron_rl.observability.metrics import as_numbers
 from megatron_rl.observability.status import read_template
 from megatron_rl.types import UserError, has_reward
 

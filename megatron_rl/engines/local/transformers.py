@@ -33,7 +33,7 @@ from megatron_rl.models.segments import Segments
 from megatron_rl.parallel.batch_invariant import compute_all_logprobs, multiply
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.samples.prefix import SegmentKeys
-from megatron_rl.types import KeptSets, RouteShape
+from megatron_rl.types import KeptSets
 from megatron_rl.weights.packed_experts import list_huggingface_tensors, split_huggingface_experts
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
@@ -94,8 +94,12 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
         self._batch_size, self._device = spec.config.max_num_seqs, spec.process.device
         self._bitwise, self._stop = spec.config.bitwise, spec.stop
         self._route_shape, self._chosen = spec.route_shape, list[torch.Tensor]()  # experts by forward and layer
-        if spec.route_shape is not None:
-            self._listen_to_routers(spec.route_shape)
+        if spec.route_shape is not None:  # record the experts [b * s, choices] of each router
+            named, layers = self._model.named_modules(), spec.route_shape.layers
+            routers = [module for name, module in named if name.endswith((".mlp.gate", ".mlp.router"))]
+            assert len(routers) == layers, f"{len(routers)} routers in {layers} layers"
+            for router in routers:
+                router.register_forward_hook(lambda _, inputs, output: self._chosen.append(output[2]))
         self.shared_params = share_params(list_huggingface_tensors(self._model), spec.shareable(self._placements))
         if spec.config.bitwise:
             make_batch_invariant(self._model)
@@ -115,14 +119,6 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
     def placements(self, rank: int) -> Sequence[ShardBox]:
         """Return the placement table: whole HF tensors on every rank."""
         return self._placements
-
-    def _listen_to_routers(self, shape: RouteShape) -> None:
-        """Add hooks that record the experts [b * s, choices] of each router."""
-        named = self._model.named_modules()
-        routers = [module for name, module in named if name.endswith((".mlp.gate", ".mlp.router"))]
-        assert len(routers) == shape.layers, f"{len(routers)} routers in {shape.layers} layers"
-        for router in routers:
-            router.register_forward_hook(lambda _, inputs, output: self._chosen.append(output[2]))
 
     def _take_routes(self, spans: Sequence[tuple[int, int]]) -> Sequence[np.ndarray | None]:
         """Return and clear the recorded experts of tokens [start, stop) of each left-padded row; unknown for the last.

@@ -12,7 +12,7 @@ Requirements beyond the patches in `engines.vllm.vllm_library`:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -74,7 +74,10 @@ class VllmEngine:
         self.code_format = register_codes(spec)
         launcher_world = os.environ.get("LOCAL_WORLD_SIZE")
         self.padded_params = VLLM_PADDED_PARAMETERS
-        shareable, shared = self._share_when_loaded(spec)
+        shareable, shared = spec.shareable(self.placements(spec.process.rank)), set[str]()
+        if spec.process.device.type == "cpu":  # packing in place would corrupt the actor's experts
+            shareable = {name: tensor for name, tensor in shareable.items() if ".experts." not in name}
+        register_loader(lambda model: shared.update(share_params(dict(model.named_parameters()), shareable)))
         os.environ |= list_engine_environment(spec)
         with keep_random_streams(), own_world(spec, import_module("vllm.distributed.parallel_state")):
             self._llm = vllm.LLM(**list_engine_arguments(spec))
@@ -111,18 +114,6 @@ class VllmEngine:
                 tensor.zero_()
         self._adapters = list_adapter_params(worker.get_model(), spec.adapters) if spec.adapters else {}
         self.params |= self._adapters
-
-    def _share_when_loaded(self, spec: EngineSpec) -> tuple[Mapping[str, torch.Tensor], set[str]]:
-        """Register a loader by which vLLM's parameters share storage with the actor's tensors.
-
-        Returns:
-            The tensors that may be shared, and the set of shared names, which is filled when vLLM loads the model.
-        """
-        shareable, shared = spec.shareable(self.placements(spec.process.rank)), set[str]()
-        if spec.process.device.type == "cpu":  # packing in place would corrupt the actor's experts
-            shareable = {name: tensor for name, tensor in shareable.items() if ".experts." not in name}
-        register_loader(lambda model: shared.update(share_params(dict(model.named_parameters()), shareable)))
-        return shareable, shared
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
         """Return the placement table (the boxes of HF tensors) of any rank of the job."""
