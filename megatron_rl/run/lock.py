@@ -99,7 +99,7 @@ class RunLock:
                 continue  # released just now
             if self._is_alive(owner):
                 beat, held = self._last_beat(), timedelta(seconds=max(0, int(time.time() - owner.since)))
-                if owner.pid == self._me.pid:
+                if (owner.machine, owner.pid) == (self._me.machine, self._me.pid):
                     hint = "a Trainer of this program holds it: call its close() before you make another one"
                 else:
                     hint = f"choose another trainer.run_dir, or end that job (if it is gone: remove {self.path})"

@@ -27,7 +27,7 @@ class StreamedAdam(torch.optim.AdamW):
         self._moments: dict[torch.Tensor, list[torch.Tensor]] = {}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # no closure
         """Update all parameters in chunks; the moments are complete on the host on return."""
         assert closure is None
         all_params = [group["params"] for group in self.param_groups]

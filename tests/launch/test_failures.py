@@ -69,8 +69,8 @@ FAILURES = [
     Failure(
         "api_none",  # a user's script, and a reward function that raises
         r"the reward function raised ZeroDivisionError: division by zero\n  rollout:  prompt_id 7, sample_index \d,"
-        r" .*\n  response: .*\n  ground truth: '17'\n  source:   .*/reward.py:5\n  expected: a finite number, .*\n"
-        r"  hint:     make the function accept .*\n  where:    rank \d, step \d, phase reward$",
+        r" .*\n  response: .*\n  ground truth: '17'\n  source:   .*/reward.py:5\n  expected: a finite number per .*\n"
+        r"  hint:     make the function return that .*\n  where:    rank \d, step \d, phase reward$",
         2,
         "megatron_rl.types.UserError: the reward function raised",
         settings=("reward.function={task}/reward.py:broken",),
