@@ -82,6 +82,10 @@ LOSS_AGGREGATIONS: dict[str, LossAggregation] = {
     name: Deferred("megatron_rl.algorithms.aggregation", f"weigh_{name.replace('-', '_')}")
     for name in ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
 }
+PREFERENCE_LOSSES: dict[str, Callable[..., Any]] = {
+    name: Deferred("megatron_rl.algorithms.preference_losses", f"compute_{name}_loss")
+    for name in ("dpo", "robust", "ipo", "simpo", "orpo", "bradley_terry", "kto")
+}
 
 
 def register_advantage_estimator(
@@ -144,6 +148,15 @@ def register_loss_aggregation(
         UserError: the name is taken, or `options` is invalid.
     """
     return _register(LOSS_AGGREGATIONS, name, _AGGREGATION, options)
+
+
+def register_preference_loss(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register `loss(chosen, rejected, margins, config)`, see docs/preferences.md, as preference.loss; a decorator.
+
+    Raises:
+        UserError: the name is taken.
+    """
+    return _register(PREFERENCE_LOSSES, name, "preference.loss", None)
 
 
 def _register(

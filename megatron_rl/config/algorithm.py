@@ -162,3 +162,37 @@ class AlgorithmConfig:
         "Rollouts with a larger |old_logprobs - rollout_logprobs| at a token get no policy gradient; null: off.",
         gt=0,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig:
+    """Learning from preferences (launch/pretrain_preference.py; docs/preferences.md)."""
+
+    loss: str = option(
+        "dpo",
+        "Pairs: dpo, robust, ipo, simpo, orpo; single responses with a label: kto; a reward model from pairs: "
+        "bradley_terry; or a plugin's.",
+    )
+    beta: float = option(
+        0.1, "Weight of the log-ratios to the reference; simpo: of the mean log-probs, orpo: of the odds ratio.", gt=0
+    )
+    label_smoothing: float = option(
+        0.0, "Share of labels that are wrong (dpo, simpo, bradley_terry: smoothing; robust: correction).", ge=0, lt=0.5
+    )
+    simpo_gamma: float = option(0.5, "simpo: least margin of the rewards.", ge=0)
+    nll_coef: float | None = option(
+        None, "Weight of the mean negative log-prob of the chosen responses' tokens; null: 1 for orpo, else 0.", ge=0
+    )
+    center_coef: float = option(0.0, "bradley_terry: weight of (chosen + rejected score)^2.", ge=0)
+    desirable_weight: float = option(1.0, "kto: weight of desirable responses.", ge=0)
+    undesirable_weight: float = option(1.0, "kto: weight of undesirable responses.", ge=0)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the loss compares two responses."""
+        return self.loss != "kto"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads log-probs of the reference; a plugin's does."""
+        return self.loss not in ("simpo", "orpo", "bradley_terry")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig, PreferenceConfig
 from megatron_rl.config.placement import AutoLayoutConfig, HybridConfig, PlacementConfig
 from megatron_rl.config.sections import (
     MISSING,
@@ -382,6 +382,7 @@ class RunConfig:
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     observability: ObservabilityConfig = dataclasses.field(default_factory=ObservabilityConfig)

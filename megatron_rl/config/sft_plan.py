@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch arithmetic of supervised fine-tuning, which has one role and no rollouts."""
+"""Batch arithmetic of supervised fine-tuning and of preferences, which have one trained role and no rollouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from megatron_rl.types import UserError
 class SftPlan:
     """Batch arithmetic of fine-tuning; `total_steps` is None until the data is read.
 
-    A batch is one minibatch, in which every example counts as a rollout.
+    A batch is one minibatch, in which every response counts as a rollout.
+
+    Attributes:
+        responses_per_example: 2 for pairs.
     """
 
     world_size: int
@@ -31,9 +34,12 @@ class SftPlan:
     max_response_length: int
     num_examples: int | None
     total_steps: int | None
+    responses_per_example: int = 1
 
     @classmethod
-    def build(cls, cfg: RunConfig, world_size: int, num_examples: int | None = None) -> SftPlan:
+    def build(
+        cls, cfg: RunConfig, world_size: int, num_examples: int | None = None, responses_per_example: int = 1
+    ) -> SftPlan:
         """Derive the plan; refuse sizes that do not divide or exceed the data (UserError)."""
         if cfg.trainer.val_only:
             raise UserError(
@@ -66,6 +72,8 @@ class SftPlan:
         check_debug_rank(cfg, world_size)
         dp_size = check_ranks(cfg.actor, range(world_size))
         check_longest_sequence(cfg.data, cfg.actor, "actor")
+        if responses_per_example == 2:
+            _check_longest_pair(cfg)
         check_data_size(cfg, num_examples)
         return cls(
             world_size=world_size,
@@ -76,12 +84,13 @@ class SftPlan:
             max_response_length=cfg.data.max_response_length,
             num_examples=num_examples,
             total_steps=count_steps(cfg, num_examples),
+            responses_per_example=responses_per_example,
         )
 
     @property
     def rollouts_per_minibatch(self) -> int:
-        """Examples per optimizer step."""
-        return self.train_batch_size
+        """Responses per optimizer step."""
+        return self.train_batch_size * self.responses_per_example
 
     def formulas(self) -> list[str]:
         """Return each derived number with its formula."""
@@ -97,3 +106,22 @@ class SftPlan:
                 f"{self.num_examples} = {self.total_steps * batch / self.num_examples:.2f}"
             )
         return lines
+
+
+def _check_longest_pair(cfg: RunConfig) -> None:
+    prompts, budget = (1 if cfg.actor.share_prompts else 2), cfg.actor.max_tokens_per_microbatch
+    longest = prompts * cfg.data.max_prompt_length + 2 * cfg.data.max_response_length
+    if longest > budget:
+        raise UserError(
+            f"a pair may have {prompts} * data.max_prompt_length + 2 * data.max_response_length = {longest} tokens",
+            source="actor.max_tokens_per_microbatch",
+            expected=f"at most actor.max_tokens_per_microbatch = {budget}: both responses are in one microbatch",
+            hint=f"set actor.max_tokens_per_microbatch={longest}",
+        )
+    if cfg.actor.share_prompts == "tree":
+        raise UserError(
+            "actor.share_prompts = 'tree' with pairs, which share a prompt only",
+            source="actor.share_prompts",
+            expected="true or false",
+            hint="leave it out",
+        )

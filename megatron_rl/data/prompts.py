@@ -129,6 +129,7 @@ def fit_rows(
     starts: list[int],
     fit: Callable[[Row], tuple[T | None, bool]],
     limit: int | None = None,
+    prepare: Callable[[Row], None] = lambda row: None,
 ) -> Iterator[T]:
     """Read rows and yield what `fit` makes of them (UserError if nothing is kept).
 
@@ -137,13 +138,15 @@ def fit_rows(
         starts: receives the index of the first row of each file.
         fit: returns what a row becomes, `None` to drop it, and whether it is too long.
         limit: keep only the first N.
+        prepare: writes columns that a row lacks.
     """
     for row in read_rows(files):
         if limit is not None and counts["kept"] >= limit:
             break
         if row.file == len(starts):
             starts.append(row.index)
-        row.columns[cfg.prompt_key] = _parse_messages(row.require(cfg.prompt_key))
+        prepare(row)
+        row.columns[cfg.prompt_key] = parse_messages(row.require(cfg.prompt_key))
         found, is_too_long = fit(row)
         counts["dropped" if found is None else "kept"] += 1
         if found is not None:
@@ -158,7 +161,7 @@ def fit_rows(
         )
 
 
-def _parse_messages(value: Any) -> Any:
+def parse_messages(value: Any) -> Any:
     """Parse chat messages that are written as JSON text; return any other prompt unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):

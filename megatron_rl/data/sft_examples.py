@@ -44,7 +44,7 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
         last = value[-1] if isinstance(value, list) and value else None
         if isinstance(last, dict) and last.get("role") == "assistant":
             return _fit_conversation(row, tokenizer, cfg)
-        response = _encode_response(row, tokenizer, cfg)
+        response = encode_response(row, row.scalar_text(cfg.answer_key), tokenizer, cfg)
         prompt, is_too_long = tokenize_prompt(row, tokenizer, cfg, read_tools(row))
         if prompt is None:
             return None, True
@@ -57,9 +57,10 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
     return SftSet(prompts, counts["truncated"], counts["dropped"], starts, examples)
 
 
-def _encode_response(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> list[int]:
+def encode_response(row: Row, text: str, tokenizer: Tokenizer, cfg: DataConfig) -> list[int]:
+    """Return the tokens of a response with its EOS (UserError if it is longer than `max_response_length`)."""
     encode = tokenizer.encode_content if isinstance(row.columns.get(cfg.prompt_key), list) else tokenizer.encode
-    response = encode(row.scalar_text(cfg.answer_key)) + [tokenizer.eos_token_id]
+    response = encode(text) + [tokenizer.eos_token_id]
     if len(response) > cfg.max_response_length:
         raise UserError(
             f"the response has {len(response)} tokens with its EOS",

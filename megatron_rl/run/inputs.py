@@ -221,7 +221,7 @@ def plan_rl(config: RunConfig, world_size: int) -> BatchPlan:
 def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) -> RlInputs:
     """Read and check models, prompts, rewards and plugins after `enter_parts` (UserError if any is wrong)."""
     spec = resolve(config)
-    _check_paths(config)
+    check_paths(config)
     find_entry(POLICY_LOSSES, config.algorithm.policy_loss, "algorithm.policy_loss")
     find_entry(LOSS_AGGREGATIONS, config.algorithm.loss_agg_mode, "algorithm.loss_agg_mode")
     BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
@@ -310,7 +310,7 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
     from megatron_rl.data.sft_examples import load_sft_examples
 
     SftPlan.build(config, world_size)
-    _check_paths(config)
+    check_paths(config)
     find_entry(LOSS_AGGREGATIONS, config.algorithm.loss_agg_mode, "algorithm.loss_agg_mode")
     spec = resolve_sft(config)
     roles, tokenizer = read_models(config, spec, world_size)
@@ -321,7 +321,8 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
     return SftInputs(roles["actor"], data, plan, _NOT_READ + noted)
 
 
-def _check_paths(config: RunConfig) -> None:
+def check_paths(config: RunConfig) -> None:
+    """Refuse directories, checkpoints and programs that cannot be used (UserError)."""
     run_dir, resume, server = config.trainer.run_dir, config.checkpoint.resume, config.rollout.server
     try:
         os.stat(f"{run_dir or ''}/")  # the slash: of a file it is an error

@@ -10,6 +10,7 @@ ROOT = _HOUSE / "scripts" if (_HOUSE / "scripts").is_dir() else _HOUSE.parent  #
 SCRIPTS = {
     "train": "launch/pretrain_grpo.py",
     "finetune": "launch/pretrain_sft.py",
+    "preference": "launch/pretrain_preference.py",
     "plan": "tools/plan.py",
     "evaluate": "tools/evaluate.py",
     "convert to-megatron": "tools/convert_hf_to_megatron.py",

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.config.schema import RunConfig
@@ -17,10 +19,11 @@ from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import SftInputs, localize, read_sft_inputs
 from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.run.state import TrainingState, actor_export, side_files
-from megatron_rl.samples.experience import replicate
+from megatron_rl.samples.experience import Experience, replicate
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.optimizer import check_step_mode
 from megatron_rl.training.roles.actor import ActorOnSamples, sft
+from megatron_rl.training.setup import RoleSetup
 from megatron_rl.types import UserError
 
 
@@ -39,14 +42,12 @@ class SftTrainer:
             self._build(opened, inputs)
 
     def _build(self, opened: OpenedRun, inputs: SftInputs) -> None:
-        config, plan = self.config, self.plan
-        groups = build_groups(inputs.actor.layout, group_timeout(config))
-        actor = build_role(config, inputs.actor, groups, self.total_steps)
-        # Every example has a prompt of its own.
-        layout = replace(config.actor, share_prompts=False)
-        packer = Packer(actor.model, layout, plan, config.algorithm, self.process.device)
+        config = self.config
+        self.groups = build_groups(inputs.actor.layout, group_timeout(config))
+        actor = build_role(config, inputs.actor, self.groups, self.total_steps, self.find_class(inputs))
+        self.packer = self.make_packer(actor)
         watched = self.run.timers.watch(actor, forward_backward="update", optim_step="update")
-        self.actor = ActorOnSamples(watched, packer)
+        self.actor = ActorOnSamples(watched, self.packer)
         self.examples = order_prompts(config, inputs.data.examples, inputs.data.file_sizes)
         self.checkpoints = Checkpoints(
             config,
@@ -60,40 +61,64 @@ class SftTrainer:
             total_steps=self.total_steps,
         )
 
+    def find_class(self, inputs: SftInputs) -> Callable[[RoleSetup], Any] | None:
+        """Return the class of the trained role; `None` for the actor's."""
+        return None
+
+    def make_packer(self, actor: Any) -> Packer:
+        """Return the packer of the trained role's examples, each of which has a prompt of its own."""
+        layout = replace(self.config.actor, share_prompts=False)
+        return Packer(actor.model, layout, self.plan, self.config.algorithm, self.process.device)
+
     def train(self) -> None:
         """Take one optimizer step per batch, and save checkpoints."""
         resumed = self.checkpoints.start()
+        if resumed is None and self.validate(0) is not None:
+            self.run.record(0)
         for step in range((resumed or 0) + 1, self.total_steps + 1):
             self.run.timers.begin_step(step)
             with self.run.timers.phase("step"):
                 self.guard.stop_in_debugger(self.config.trainer, step)
-                examples = next(self.examples)
-                samples = replicate(list(enumerate(examples)), [e.prompt for e in examples], world())
-                for minibatch in self.actor.minibatches(samples):
-                    self.actor.forward_backward(minibatch, sft)
-                    self.run.count(self.actor.optim_step())
+                samples = self.update(next(self.examples))
                 headers = samples.headers
                 self.run.count(
-                    samples.pack(self.actor.packer).metrics
+                    samples.pack(self.packer).metrics
                     | {
                         "tokens/prompt": int(headers["num_prompt_tokens"].sum()),
                         "tokens/response": int(headers.num_response_tokens.sum()),
                     }
                 )
-                self.checkpoints.end_step(step)
+                self.checkpoints.end_step(step, bool(self.validate(step)))
             self.run.record(step)
             self.checkpoints.safe_point()
         self.checkpoints.finish()
         self.run.finish()
 
+    def update(self, examples: Sequence[Any]) -> Experience:
+        """Take one optimizer step on a batch of examples, and return them packed; collective."""
+        samples = replicate(list(enumerate(examples)), [e.prompt for e in examples], world())
+        for minibatch in self.actor.minibatches(samples):
+            self.actor.forward_backward(minibatch, sft)
+            self.run.count(self.actor.optim_step())
+        return samples
 
-def train_sft(config: RunConfig, recipe: Path | None) -> None:
+    def validate(self, step: int) -> bool | None:
+        """Measure validation sets; return whether the result is the best so far, `None` if nothing was due."""
+        return None
+
+
+def train_sft(
+    config: RunConfig,
+    recipe: Path | None,
+    read_inputs: Callable[[RunConfig, int], SftInputs] = read_sft_inputs,
+    make: type[SftTrainer] = SftTrainer,
+) -> None:
     """Run SFT from a loaded config (UserError if it is bad, Preempted after a stop signal)."""
     config, commits = localize(config)
-    inputs = read_sft_inputs(config, launched_sizes()[0])
+    inputs = read_inputs(config, launched_sizes()[0])
     check_step_mode(inputs.actor.spec, inputs.actor.shape, config.model.dtype)
     config = wait_for_debugger(config)
-    trainer = SftTrainer(config, inputs, recipe, commits)
+    trainer = make(config, inputs, recipe, commits)
     try:
         with trainer.guard.reporting():
             say, data = trainer.run.log.info, inputs.data

@@ -66,6 +66,7 @@ def plan_microbatches(
     count_multiple: int = 1,
     attention_ratio: float = 0.0,
     shared: SharedPrefixes | None = None,
+    whole: np.ndarray | None = None,
 ) -> MicrobatchPlan:
     """Split sequences into microbatches of at most `max_tokens` tokens, balanced over DP ranks by cost.
 
@@ -77,6 +78,7 @@ def plan_microbatches(
         lengths: tokens of each sequence of all ranks, including its prompt.
         count_multiple: divisor of the microbatches per rank.
         attention_ratio: see `compute_attention_ratio`; 0 balances tokens.
+        whole: bounds of runs of sequences that stay together, such as pairs; each fits into the budget.
 
     Raises:
         ValueError: a sequence is longer than the budget.
@@ -86,8 +88,9 @@ def plan_microbatches(
         raise ValueError(f"a sequence of {longest} tokens does not fit into a microbatch of {max_tokens}")
     work = PackingWork.measure(lengths, attention_ratio, shared)
     arrange = partial(_plan_units, work=work, dp_size=dp_size, max_tokens=max_tokens, count_multiple=count_multiple)
-    singles = Units.measure(work, np.arange(len(lengths)), np.arange(len(lengths) + 1))
-    if shared is None:
+    bounds = np.arange(len(lengths) + 1) if whole is None else whole
+    singles = Units.measure(work, np.arange(len(lengths)), bounds)
+    if shared is None or whole is not None:
         return _spell_out(arrange(singles), dp_size)
     units = _split_groups(work, max_tokens)
     plan = arrange(units)

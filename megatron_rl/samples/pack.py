@@ -64,6 +64,7 @@ class Packer:
 
     Attributes:
         model: the role's `LaidOutModel`.
+        whole_prompts: keep all responses to a prompt in one microbatch.
     """
 
     model: Any
@@ -71,6 +72,7 @@ class Packer:
     plan: BatchPlan | SftPlan
     algorithm: AlgorithmConfig
     device: torch.device
+    whole_prompts: bool = False
 
     @property
     def key(self) -> Hashable:
@@ -132,6 +134,7 @@ class Packer:
         model, pad, budget = self.model, self._padding.find_size, self.config.max_tokens_per_microbatch
         ratio = model.attention_ratio
         lengths, firsts = headers["num_tokens"].tolist(), headers.first_of_rollout[:: self.plan.rollouts_per_minibatch]
+        edges = np.diff(headers.rows["group"], prepend=-1, append=-1)  # other than 0 where a prompt's responses begin
         plans, metrics, sizes = [], [], []
         for start, stop in pairwise([*firsts.tolist(), len(headers)]):
             part, own = None if shared is None else shared.part(start, stop), lengths[start:stop]
@@ -142,6 +145,7 @@ class Packer:
                 count_multiple=model.microbatch_count_multiple,
                 attention_ratio=ratio,
                 shared=part,
+                whole=np.flatnonzero(edges[start : stop + 1]) if self.whole_prompts else None,
             )
             plans.append((range(start, stop), plan))
             metrics.append(packing_metrics(plan, own, budget, pad=pad, attention_ratio=ratio, shared=part))

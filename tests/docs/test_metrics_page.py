@@ -23,6 +23,9 @@ NAMES = {metric.name for metric in ROWS}
 # Recordings leave out what depends on the clock and the allocator; plugins and schedules are in tests/run, data
 # sources, bytes and trees, which are younger than the recordings, in tests/samples; episodes in tests/run.
 NOT_RECORDED = (
+    "preference/",  # tests/run/test_preference.py
+    "validation/<set>/margin",
+    "validation/<set>/calibration_error",
     "time/",
     "memory/",
     "tokens/per_second",

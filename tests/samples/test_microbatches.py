@@ -19,6 +19,7 @@ from megatron_rl.samples.batch import Padding
 from megatron_rl.samples.microbatches import (
     MicrobatchPlan,
     compute_attention_ratio,
+    microbatch_sizes,
     packing_metrics,
     plan_microbatches,
 )
@@ -354,3 +355,24 @@ def test_the_search_for_the_number_of_bins_is_short(num_sequences: int, monkeypa
     plan = plan_microbatches([51] * num_sequences, dp_size=1, max_tokens=100)
     assert [len(members) for members in plan[0]] == [1] * num_sequences
     assert len(attempts) <= prefix._TRIED_ONE_BY_ONE + 2 * num_sequences.bit_length()
+
+
+def test_runs_that_stay_together() -> None:
+    """Pairs are in one microbatch each, with and without a shared prompt, over any number of ranks."""
+    rng = np.random.default_rng(0)
+    for dp_size in (1, 2, 3):
+        responses, prompts = rng.integers(1, 20, 40), np.repeat(rng.integers(1, 20, 20), 2)
+        shared = share_prompts(np.repeat(np.arange(20), 2), prompts)
+        for part, longest in ((None, 80), (shared, 60)):
+            plan = plan_microbatches(
+                (prompts + responses).tolist(),
+                dp_size=dp_size,
+                max_tokens=longest,
+                shared=part,
+                whole=np.arange(0, 41, 2),
+            )
+            microbatches = [members for replica in plan for members in replica]
+            assert sorted(i for members in microbatches for i in members) == list(range(40))
+            assert all({i ^ 1 for i in members} == {*members} for members in microbatches)
+            sizes = microbatch_sizes(plan, (prompts + responses).tolist(), part)
+            assert max(sizes) <= longest and len({len(replica) for replica in plan}) == 1

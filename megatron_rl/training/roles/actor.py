@@ -27,7 +27,7 @@ from megatron_rl.training.optimizer import Optimizer, StepLoss
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.token_heads import LogprobHead
-from megatron_rl.training.update import OptimizerStep, build_step, describe_ledgers
+from megatron_rl.training.update import OptimizerStep, StepResult, build_step, describe_ledgers
 from megatron_rl.types import UserError
 
 # User-defined loss: (microbatch, logprobs [t], entropy [t]) -> scalar loss, whose sum over microbatches is minimized,
@@ -64,7 +64,7 @@ class Actor:
         self._kl_coef = torch.zeros((), device=self.model.device)
         self._is_first_pass = torch.zeros((), dtype=torch.bool, device=self.model.device)
         self._policy_loss = StepLoss("policy", self._compute_policy_loss, self.model.device)
-        self._given_loss = StepLoss("given", _compute_given_loss, self.model.device)
+        self._given_loss = StepLoss("given", compute_given_loss, self.model.device)
 
     @property
     def policy_version(self) -> int:
@@ -133,18 +133,12 @@ class Actor:
             groups = self.model.groups
             beside |= share_object(self.mtp.optim_step(), groups.pp, groups.last_stage_rank)
         totals, tokens = result.totals, max(result.totals["tokens"], 1.0)
-        common = {"policy/grad_norm": result.grad_norm, "policy/lr": result.lr}
         if result.loss is self._given_loss:
-            name = getattr(result.loss.settings, "__name__", "loss")
-            reported = {
-                f"{name}/{key}": total if key.startswith("max/") else total / tokens
-                for key, total in totals.items()
-                if key not in _COUNTED
-            }
-            return {f"{name}/loss": totals["loss"], **common, **reported, **beside}
+            return {**describe_given_loss(result), **beside}
         return {
             "policy/loss": totals["loss"],
-            **common,
+            "policy/grad_norm": result.grad_norm,
+            "policy/lr": result.lr,
             "policy/entropy": totals["entropy"] / tokens,
             "policy/clip_fraction": totals["clipped"] / tokens,
             "policy/ratio_max_deviation": totals["max/deviation"],
@@ -191,14 +185,13 @@ class Actor:
         )
 
 
-def _compute_given_loss(
+def compute_given_loss(
     function: LossFunction,
     microbatch: TrainBatch,
-    logprobs: torch.Tensor,
-    entropy: torch.Tensor,
-    divergence: torch.Tensor | None = None,
+    *found_by_head: torch.Tensor,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    found = function(microbatch, logprobs, entropy)
+    """Call a `LossFunction` and check its results; add counts of the tokens and weights in the loss."""
+    found = function(microbatch, *found_by_head[:2])
     loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not (isinstance(loss, torch.Tensor) and loss.ndim == 0 and isinstance(metrics, dict)):
         hint = "sum the losses of the tokens, times microbatch.loss_weights (docs/primitives.md)"
@@ -211,6 +204,18 @@ def _compute_given_loss(
         "weights": torch.where(mask, microbatch.loss_weights, 0.0).sum(),
     }
     return loss, counted | metrics
+
+
+def describe_given_loss(result: StepResult) -> dict[str, float]:
+    """Return the metrics of a step with a user-defined loss."""
+    totals, name = result.totals, getattr(result.loss.settings, "__name__", "loss")
+    tokens = max(totals["tokens"], 1.0)
+    reported = {
+        f"{name}/{key}": total if key.startswith("max/") else total / tokens
+        for key, total in totals.items()
+        if key not in _COUNTED
+    }
+    return {f"{name}/loss": totals["loss"], "policy/grad_norm": result.grad_norm, "policy/lr": result.lr, **reported}
 
 
 _READ_BY_UPDATE = (

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preference learning in small: layouts, adapters, packing and resuming give the numbers of one rank and one run.
+
+Formulas are in tests/algorithms/test_preference_losses.py, rows in tests/data/test_preference_rows.py, TRL's numbers in
+tests/run/test_preference_vs_trl.py. Not covered: mixtures, ZeRO-3 and Muon, which the actor's tests cover.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from distributed import run_ranks
+from megatron_rl.config.sft_plan import SftPlan
+from megatron_rl.run.loading import load_config
+from megatron_rl.run.preference import train_preferences
+from megatron_rl.run.preference_inputs import plan_preferences
+from megatron_rl.types import UserError
+from rl_runs import leave_out_curves, read_records
+
+COMPARED = ("preference/", "policy/grad_norm", "validation/")
+
+
+def _train(rank: int, world_size: int, overrides: Sequence[str]) -> None:
+    leave_out_curves()
+    os.environ["WORLD_SIZE"] = str(world_size)
+    train_preferences(load_config(None, overrides).config, None)
+
+
+def _write_pairs(task: Path, directory: Path) -> Path:
+    """Write 16 pairs of uneven length: the sum, and a wrong one, a digit longer or shorter."""
+    rows = [json.loads(line) for line in (task / "train.jsonl").read_text().splitlines()]
+    pairs = [
+        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": str(i) * (1 + i % 3), "margin": 0.01 * i}
+        for i, row in enumerate(rows)
+    ]
+    file = directory / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs if pair["chosen"] != pair["rejected"]))
+    return file
+
+
+def _learn(task: Path, directory: Path, world_size: int, *extra: str) -> list[dict[str, float]]:
+    directory.mkdir(exist_ok=True)
+    file = _write_pairs(task, directory)
+    overrides = [
+        *(f"model.path={task}/model", "model.dtype=float32", f"data.train_files=[{file}]"),
+        *(f"data.validation_files=[{file}]", "data.train_batch_size=6", "trainer.total_steps=3", "actor.lr=1e-3"),
+        *("data.max_prompt_length=8", "data.max_response_length=8", "actor.max_tokens_per_microbatch=32"),
+        *(f"trainer.run_dir={directory}/run", *extra),
+    ]
+    run_ranks(_train, world_size, overrides, timeout=200)
+    return [
+        {name: value for name, value in record.items() if name.startswith(COMPARED)}
+        for record in read_records(directory / "run")
+    ]
+
+
+def _weights(directory: Path) -> dict[str, torch.Tensor]:
+    (found,) = (directory / "run" / "checkpoints").glob("step_3/huggingface")
+    return load_file(found / "model.safetensors")
+
+
+def _check_close(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert [*map(set, found)] == [*map(set, expected)]
+    for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        # Before the first update all rewards are 0 but for rounding, which decides who is right.
+        ties = {name for name in mine if name.endswith(("accuracy", "calibration_error")) and step < 2}
+        assert {k: v for k, v in mine.items() if k not in ties} == pytest.approx(
+            {k: v for k, v in theirs.items() if k not in ties}, rel=2e-5, abs=2e-6
+        )
+
+
+@pytest.fixture(scope="module")
+def one_rank(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    """Records of the runs that others are compared with, by loss."""
+    return {
+        loss: _learn(task, tmp_path_factory.mktemp(loss), 1, f"preference.loss={loss}")
+        for loss in ("dpo", "kto", "bradley_terry")
+    }
+
+
+LAYOUTS = {
+    "tp2": "actor.tensor_model_parallel_size=2",
+    "pp2": "actor.pipeline_model_parallel_size=2",
+    "cp2": "actor.context_parallel_size=2",
+    "dp2": "actor.zero_stage=0",
+    "zero3": "actor.zero_stage=3",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("loss", ["dpo", "kto", "bradley_terry"])
+def test_layouts_give_the_numbers_of_one_rank(
+    loss: str, layout: str, task: Path, tmp_path: Path, one_rank: dict[str, list[dict[str, float]]]
+) -> None:
+    _check_close(_learn(task, tmp_path, 2, f"preference.loss={loss}", LAYOUTS[layout]), one_rank[loss])
+
+
+@pytest.mark.parametrize("setting", ["actor.share_prompts=false", "actor.max_tokens_per_microbatch=512"])
+def test_packing_does_not_change_the_numbers(
+    setting: str, task: Path, tmp_path: Path, one_rank: dict[str, list[dict[str, float]]]
+) -> None:
+    _check_close(_learn(task, tmp_path, 1, setting), one_rank["dpo"])
+
+
+def test_what_is_learned(one_rank: dict[str, list[dict[str, float]]]) -> None:
+    """Before training a policy is its reference: all rewards are 0, and a pair is right by half."""
+    for loss in ("dpo", "bradley_terry"):
+        first, *_, last = one_rank[loss]
+        (accuracy,) = (name for name in first if name.endswith("accuracy"))
+        assert first[accuracy] == 0.5 and last[accuracy] > 0.8
+    first, _, _, last = one_rank["dpo"]
+    assert first["validation/pairs/margin"] == 0.0 < last["validation/pairs/margin"]
+
+
+def test_adapters_need_no_second_model(task: Path, tmp_path: Path) -> None:
+    """The reference of a LoRA run is the base model of the policy; equal to a frozen copy, bit for bit."""
+    adapters = ["actor.lora.rank=4", "actor.lora.alpha=8"]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in (task / "model").iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    shared = _learn(task, tmp_path / "shared", 1, *adapters)
+    assert shared == _learn(task, tmp_path / "frozen", 1, *adapters, f"reference.path={copy}")
+    assert shared[-1]["validation/pairs/margin"] > 0
+
+
+def test_a_resumed_run_continues_bit_for_bit(task: Path, tmp_path: Path) -> None:
+    whole = _learn(task, tmp_path / "whole", 1)
+    _learn(task, tmp_path / "parts", 1, "trainer.total_steps=2", "checkpoint.resume=never")
+    parts = _learn(task, tmp_path / "parts", 1)
+    assert parts[-1] == whole[-1]
+    mine, theirs = _weights(tmp_path / "parts"), _weights(tmp_path / "whole")
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_reward_model_is_exported_for_transformers(task: Path, tmp_path: Path) -> None:
+    """The scores of the exported model have the margins that the run reports for its validation set."""
+    records = _learn(task, tmp_path, 1, "preference.loss=bradley_terry")
+    (directory,) = (tmp_path / "run" / "checkpoints").glob("step_3/huggingface")
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
+    assert model.config.num_labels == 1
+    config = load_config(
+        None, [f"model.path={task}/model", f"data.train_files=[{tmp_path}/pairs.jsonl]", "data.train_batch_size=6"]
+    ).config
+    from megatron_rl.data.preference_rows import load_preferences
+    from megatron_rl.data.tokenizer import load_tokenizer
+
+    examples = load_preferences(
+        [f"{tmp_path}/pairs.jsonl"], load_tokenizer(task / "model"), config.data, is_paired=True
+    ).examples
+    margins = []
+    for example in examples:
+        scores = []
+        for response in example.responses:
+            tokens = torch.from_numpy(response.branches[0].tokens).long()[None]
+            hidden = model.model(tokens).last_hidden_state[0, -1]
+            scores.append(model.score(hidden).item())
+        margins.append(scores[0] - scores[1])
+    assert records[-1]["validation/pairs/margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        (["preference.loss=dpoo"], 'preference.loss = "dpoo" is not known'),
+        (["preference.loss=kto", "data.train_batch_size=1"], "data.train_batch_size = 1 with preference.loss"),
+        (["actor.step_mode=static"], "actor.step_mode = 'static' with preferences"),
+        (["actor.share_prompts=tree"], "actor.share_prompts = 'tree' with pairs"),
+        (["actor.max_tokens_per_microbatch=40"], "a pair may have 1 * data.max_prompt_length"),
+        (["preference.label_smoothing=0.5"], "preference.label_smoothing"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: list[str], found: str, task: Path) -> None:
+    settings = [f"model.path={task}/model", f"data.train_files=[{task}/train.jsonl]", "data.train_batch_size=4"]
+    lengths = ["data.max_prompt_length=16", "data.max_response_length=16"]
+    with pytest.raises(UserError, match=found.replace("*", r"\*")):
+        plan_preferences(load_config(None, [*settings, *lengths, *changes]).config, 1)
+
+
+def test_the_plan_counts_both_responses(task: Path) -> None:
+    settings: list[Any] = [f"model.path={task}/model", f"data.train_files=[{task}/train.jsonl]"]
+    config = load_config(None, [*settings, "data.train_batch_size=4"]).config
+    assert plan_preferences(config, 1, 16).rollouts_per_minibatch == 8
+    assert SftPlan.build(config, 1, 16).rollouts_per_minibatch == 4
