@@ -4,7 +4,7 @@
 A prompt is "37+45=", its answer "82", one token per character, so a few million parameters suffice to watch GRPO work.
 Most `demonstration`s forget the carry ("37+45=72"), so a warm-started model is often wrong, and improves from the
 reward alone. The `_mixed` files add prompts with one more digit, never demonstrated and so answered wrong: the prompt
-predicts the reward, which a critic can learn.
+predicts the reward, which a critic can learn. The `preferences` files prefer answers to wrong ones.
 
 Invariants: the same arguments give byte-identical files; training and validation share no pair of operands (in either
 order, under any operation); no prompt occurs twice in a file; results are not negative; `task.json` is written last.
@@ -34,6 +34,8 @@ FILES = (
     "validation.jsonl",
     "train_mixed.jsonl",
     "validation_mixed.jsonl",
+    "preferences.jsonl",
+    "preferences_validation.jsonl",
     "model/config.json",
     "model/model.safetensors",
     "model/tokenizer.model",
@@ -170,6 +172,19 @@ def mix_in_long_prompts(task: dict[str, Any], train: list[Row], validation: list
     return mixed_train, mixed_validation
 
 
+def prefer_answers(task: dict[str, Any], rows: list[Row]) -> list[Row]:
+    """Pair each answer with a wrong one: without carries, near the answer, or any number of its size."""
+    generator, pairs = random.Random(task["seed"]), []
+    for row in rows:
+        prompt, answer = row["prompt"], row["answer"]
+        near = [int(answer) + step * 10**place for step in (-1, 1) for place in range(len(answer))]
+        wrong = [forget_carries(prompt), *map(str, near), str(generator.randrange(10 ** len(answer)))]
+        wrong = [text for text in wrong if text != answer and not text.startswith("-")]
+        rejected = wrong[0] if generator.random() < 0.3 else generator.choice(wrong)
+        pairs.append({"prompt": prompt, "chosen": answer, "rejected": rejected})
+    return pairs
+
+
 def forget_carries(prompt: str) -> str:
     """Compute digit by digit, without carries or borrows: "37+45=" -> "72"."""
     sign = -1 if "-" in prompt else 1
@@ -271,6 +286,8 @@ def write_task(out: Path, task: dict[str, Any]) -> int:
         ("validation", validation),
         ("train_mixed", mixed_train),
         ("validation_mixed", mixed_validation),
+        ("preferences", prefer_answers(task, train)),
+        ("preferences_validation", prefer_answers(task, validation)),
     ):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")

@@ -35,6 +35,13 @@ def plan_preferences(config: RunConfig, world_size: int, num_examples: int | Non
 
         load_plugins(config.algorithm.plugins)
     find_entry(PREFERENCE_LOSSES, config.preference.loss, "preference.loss")
+    if config.algorithm.kl_coef not in (0.0, config.preference.beta):
+        raise UserError(
+            f"algorithm.kl_coef = {config.algorithm.kl_coef} with preferences",
+            source="algorithm.kl_coef",
+            expected="0: the weight of the reference is preference.beta",
+            hint=f"set preference.beta={config.algorithm.kl_coef} instead (TRL's beta)",
+        )
     if config.actor.step_mode != "eager":
         raise UserError(
             f"actor.step_mode = {config.actor.step_mode!r} with preferences, whose loss has no fixed shape",

@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from distributed import run_ranks
+from launch_runs import ROOT, assert_succeeded, fork_ranks, run_script
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.preference import train_preferences
 from megatron_rl.run.preference_inputs import plan_preferences
 from megatron_rl.types import UserError
-from rl_runs import leave_out_curves, read_records
+from rl_runs import leave_out_curves, load_nested, overrides_for, read_records
 
 COMPARED = ("preference/", "policy/grad_norm", "validation/")
 
@@ -173,6 +177,7 @@ def test_a_reward_model_is_exported_for_transformers(task: Path, tmp_path: Path)
     [
         (["preference.loss=dpoo"], 'preference.loss = "dpoo" is not known'),
         (["preference.loss=kto", "data.train_batch_size=1"], "data.train_batch_size = 1 with preference.loss"),
+        (["algorithm.kl_coef=0.2"], "algorithm.kl_coef = 0.2 with preferences"),
         (["actor.step_mode=static"], "actor.step_mode = 'static' with preferences"),
         (["actor.share_prompts=tree"], "actor.share_prompts = 'tree' with pairs"),
         (["actor.max_tokens_per_microbatch=40"], "a pair may have 1 * data.max_prompt_length"),
@@ -191,3 +196,17 @@ def test_the_plan_counts_both_responses(task: Path) -> None:
     config = load_config(None, [*settings, "data.train_batch_size=4"]).config
     assert plan_preferences(config, 1, 16).rollouts_per_minibatch == 8
     assert SftPlan.build(config, 1, 16).rollouts_per_minibatch == 4
+
+
+def test_the_online_loop_of_the_page_runs(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """Its weights are the derivatives of the loss, which tests/algorithms/test_preference_losses.py checks."""
+    (program,) = re.findall(r"```python\n(# online_dpo.*?)```", (ROOT / "docs/preferences.md").read_text(), re.DOTALL)
+    (tmp_path / "online_dpo.py").write_text(program)
+    recipe = tmp_path / "recipe.yaml"
+    settings = ["algorithm.kl_coef=0.1", "data.validation_files=[]", "actor.lr=1e-2", "preference.beta=0.5"]
+    recipe.write_text(yaml.safe_dump(load_nested(overrides_for(task, tmp_path / "run", *settings))))
+    result = fork_ranks(partial(run_script, tmp_path / "online_dpo.py", f"{task}/model", recipe), 1, tmp_path)
+    assert_succeeded(result)
+    norms = [float(x) for x in re.findall(r"'policy/grad_norm': ([0-9.e+-]+)", result.stdout)]
+    rewards = [float(line.split()[1]) for line in result.stdout.splitlines() if "'policy/grad_norm'" in line]
+    assert len(norms) == 4 and min(norms) > 0 and rewards[-1] > rewards[0]
