@@ -172,16 +172,17 @@ def mix_in_long_prompts(task: dict[str, Any], train: list[Row], validation: list
     return mixed_train, mixed_validation
 
 
-def prefer_answers(task: dict[str, Any], rows: list[Row]) -> list[Row]:
-    """Pair each answer with a wrong one: without carries, near the answer, or any number of its size."""
+def prefer_answers(task: dict[str, Any], rows: list[Row], wrong_answers: int) -> list[Row]:
+    """Pair each answer with different wrong ones: without carries, near the answer, or any number of its size."""
     generator, pairs = random.Random(task["seed"]), []
     for row in rows:
         prompt, answer = row["prompt"], row["answer"]
-        near = [int(answer) + step * 10**place for step in (-1, 1) for place in range(len(answer))]
-        wrong = [forget_carries(prompt), *map(str, near), str(generator.randrange(10 ** len(answer)))]
-        wrong = [text for text in wrong if text != answer and not text.startswith("-")]
-        rejected = wrong[0] if generator.random() < 0.3 else generator.choice(wrong)
-        pairs.append({"prompt": prompt, "chosen": answer, "rejected": rejected})
+        near = [str(int(answer) + step * 10**place) for step in (-1, 1) for place in range(len(answer))]
+        others = [str(generator.randrange(10 ** len(answer))) for _ in range(4)]
+        wrong = dict.fromkeys([forget_carries(prompt), *generator.sample(near + others, len(near) + 4)])
+        chosen = [text for text in wrong if text != answer and not text.startswith("-")][:wrong_answers]
+        pairs += [{"prompt": prompt, "chosen": answer, "rejected": text} for text in chosen]
+    generator.shuffle(pairs)
     return pairs
 
 
@@ -286,8 +287,8 @@ def write_task(out: Path, task: dict[str, Any]) -> int:
         ("validation", validation),
         ("train_mixed", mixed_train),
         ("validation_mixed", mixed_validation),
-        ("preferences", prefer_answers(task, train)),
-        ("preferences_validation", prefer_answers(task, validation)),
+        ("preferences", prefer_answers(task, train, 4)),
+        ("preferences_validation", prefer_answers(task, validation, 4)),
     ):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
