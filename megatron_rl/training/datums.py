@@ -49,8 +49,8 @@ class DatumPasses:
     """Passes of a trained policy over datums; its calls are collective over all ranks, with equal arguments."""
 
     def __init__(self, role: Any, packer: Packer) -> None:
-        if getattr(packer.config, "mtp_lr", 0.0):
-            raise _refuse("actor.mtp_lr > 0", "0: the MTP layer learns from responses that the policy samples")
+        found = "actor.mtp_lr > 0: the MTP layer learns from responses that the policy samples"
+        _require(not getattr(packer.config, "mtp_lr", 0.0), found, "0")
         self._role, self._packer = role, packer
         self._loss = StepLoss("datums", self._compute_loss, packer.device)
 
@@ -60,34 +60,29 @@ class DatumPasses:
         """Run a pass, and add its gradients if it is `backward`; see `ActorOnSamples.forward_backward_datums`."""
         if callable(loss):
             return self._run_function(datums, loss, backward=backward)
-        check_kind(loss, str, "forward_backward_datums(datums, loss)", "the name of a loss, or a function")
-        found = find_summed_loss(loss)
-        table = _Table.read(datums, found, config, self._packer)
+        table, model = _Table(datums, find_summed_loss(loss), config, self._packer), self._packer.model
         batch = self._pack(table)
-        model = self._packer.model
         logprobs = torch.zeros(batch.column("targets").shape, dtype=torch.float32, device=batch.tokens.device)
-        if model.dp_rank is not None:
+        if model.dp_rank is not None and backward:
             self._loss.set_settings((loss, table.names))
-            if backward:
-                batch = replace(batch, update_logprobs=logprobs, update_entropy=torch.zeros_like(batch.loss_weights))
-                self._role.forward_backward(batch, self._loss)
-            else:
-                logprobs = model.compute_forward(batch, self._role.head, *table.targets.shape[1:])
-        return self._answer(table, batch, logprobs, found)
+            batch = replace(batch, update_logprobs=logprobs, update_entropy=torch.zeros_like(batch.rollout_logprobs))
+            self._role.forward_backward(batch, self._loss)
+        elif model.dp_rank is not None:
+            logprobs = model.compute_forward(batch, self._role.head, *table.targets.shape[1:])
+        return self._answer(table, batch, logprobs)
 
     def _run_function(
         self, datums: Sequence[Datum], function: DatumLoss, *, backward: bool
     ) -> tuple[list[np.ndarray], dict[str, float]]:
         """Differentiate a function of the log-probs on rank 0, and use its gradient as weights of cross entropy."""
-        bare = [Datum(datum.tokens, datum.targets) for datum in datums]
-        answers, _ = self.run(bare, "cross_entropy", {}, backward=False)
-        error, loss, metrics, weights = None, math.nan, {}, []
+        answers, _ = self.run([replace(datum, columns={}) for datum in datums], "cross_entropy", {}, backward=False)
+        error, found = None, ()
         if world().rank() == 0:
-            logprobs = [torch.tensor(answer, requires_grad=True) for answer in answers]
             try:
-                value, metrics = function(datums, logprobs)
-                gradients = torch.autograd.grad(value, logprobs, allow_unused=True, materialize_grads=True)
-                loss, weights = float(value), [-gradient.numpy() for gradient in gradients]
+                logprobs = [torch.tensor(answer, requires_grad=True) for answer in answers]
+                loss, metrics = function(datums, logprobs)
+                gradients = torch.autograd.grad(loss, logprobs, materialize_grads=True)
+                found = {**metrics, "loss:sum": float(loss)}, [-gradient.numpy() for gradient in gradients]
             except Exception as caught:
                 error = UserError(
                     f"the loss function failed: {type(caught).__name__}: {caught}",
@@ -95,35 +90,35 @@ class DatumPasses:
                     expected="(datums, logprobs) -> a tensor without dimensions, and a dict of metrics",
                     hint="logprobs are tensors in the order of the datums, [n] or [n, k] each",
                 )
-        error, loss, metrics, weights = share_object((error, loss, dict(metrics), weights), world())
+        error, found = share_object((error, found), world())
         if error is not None:
             raise error
+        metrics, weights = found
         if backward:
-            pairs = zip(bare, weights, strict=True)
-            self.run([replace(datum, columns={"weights": w}) for datum, w in pairs], "cross_entropy", {}, backward=True)
-        return answers, {**metrics, "loss:sum": loss}
+            pairs = zip(datums, weights, strict=True)
+            weighted = [replace(datum, columns={"weights": values}) for datum, values in pairs]
+            self.run(weighted, "cross_entropy", {}, backward=True)
+        return answers, metrics
 
     def _compute_loss(
         self, settings: tuple[str, tuple[str, ...]], microbatch: TrainBatch, logprobs: torch.Tensor, *_: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        assert microbatch.update_logprobs is not None
-        microbatch.update_logprobs.copy_(logprobs.detach())
+        microbatch.column("update_logprobs").copy_(logprobs.detach())
         loss = _sum_loss(find_summed_loss(settings[0]), settings[1], microbatch, logprobs)
         return loss, {"loss": loss.detach(), "tokens": microbatch.loss_mask.sum().float()}
 
     def _pack(self, table: _Table) -> TrainBatch:
-        model, config, device = self._packer.model, self._packer.config, self._packer.device
+        model, device = self._packer.model, self._packer.device
         lengths = (table.lengths + 1).tolist()
         plan = plan_microbatches(
             lengths,
             dp_size=model.layout.dp_size,
-            max_tokens=config.max_tokens_per_microbatch,
+            max_tokens=self._packer.config.max_tokens_per_microbatch,
             count_multiple=model.microbatch_count_multiple,
             attention_ratio=model.attention_ratio,
         )
-        tokens = np.split(table.tokens, np.cumsum(table.lengths)[:-1])
         batch = build_train_batch(
-            [Branch.of_response(np.append(part, 0), 1) for part in tokens],
+            [Branch.of_response(np.append(tokens, 0), 1) for tokens in table.split(table.tokens)],
             np.ones(len(lengths)),
             [(range(len(lengths)), plan)],
             dp_rank=model.dp_rank,
@@ -133,20 +128,16 @@ class DatumPasses:
         rows, places = table.find_places(batch)
 
         def spread(values: np.ndarray) -> torch.Tensor:
-            found = torch.zeros(len(batch.tokens), *values.shape[1:], dtype=torch.from_numpy(values).dtype)
-            found[rows] = torch.from_numpy(values[places])
-            return found.to(device)
+            found = np.zeros((len(batch.tokens), *values.shape[1:]), values.dtype)
+            found[rows] = values[places]
+            return torch.from_numpy(found).to(device)
 
-        return replace(
-            batch,
-            targets=spread(table.targets),
-            columns=spread(table.columns),
-            loss_weights=spread(table.weights),
-            names=[f"datum {index}" for index in range(len(lengths))],
-        )
+        columns = {name: spread(getattr(table, name)) for name in ("targets", "columns")}
+        names = [f"datum {index}" for index in range(len(lengths))]
+        return replace(batch, **columns, loss_weights=spread(table.weights), names=names)
 
     def _answer(
-        self, table: _Table, batch: TrainBatch, logprobs: torch.Tensor, loss: SummedLoss
+        self, table: _Table, batch: TrainBatch, logprobs: torch.Tensor
     ) -> tuple[list[np.ndarray], dict[str, float]]:
         """Bring log-probs and the sums of the loss to all ranks, in the order of the datums."""
         model, device = self._packer.model, self._packer.device
@@ -156,66 +147,49 @@ class DatumPasses:
         if is_last and model.groups.at.tp == model.groups.at.cp == 0:  # one rank per replica
             rows, places = table.find_places(batch)
             found[places] = logprobs[rows]
-            with torch.no_grad():
-                sums[0] = _sum_loss(loss, table.names, batch, logprobs)
-            sums[1] = len(rows)
+            sums[0], sums[1] = _sum_loss(table.loss, table.names, batch, logprobs), len(rows)
         for values in (found, sums):
             dist.all_reduce(values, group=world())
-        parts = np.split(found.cpu().numpy(), np.cumsum(table.lengths)[:-1])
-        answers = [part[:, :k] if k else part.reshape(len(part), -1)[:, 0] for part, k in zip(parts, table.widths)]
+        parts = zip(table.split(found.cpu().numpy()), table.widths, strict=True)
+        answers = [part[:, :k] if k else part.reshape(len(part), -1)[:, 0] for part, k in parts]
         return answers, {"loss:sum": float(sums[0]), "tokens:sum": float(sums[1])}
 
 
 def _sum_loss(loss: SummedLoss, names: Sequence[str], batch: TrainBatch, logprobs: torch.Tensor) -> torch.Tensor:
-    assert batch.columns is not None
-    columns = dict(zip(names, batch.columns.unbind(1), strict=True)) | {"weights": batch.loss_weights}
+    columns = dict(zip(names, batch.column("columns").unbind(1), strict=True)) | {"weights": batch.loss_weights}
     token_loss = loss.compute(logprobs, columns, batch.sequence_ids)
     mask = batch.loss_mask.view(-1, *(1 for _ in token_loss.shape[1:]))
     return torch.where(mask, token_loss, 0.0).sum()
 
 
-@dataclass(frozen=True)
 class _Table:
-    """All datums of a call, concatenated: t tokens.
+    """The datums of a call, checked and concatenated to t tokens.
 
     Attributes:
-        lengths: tokens of each datum.
         widths: k of each datum; 0 for targets [n].
         targets, weights: [t] or [t, k].
         columns: [t, c] float32, in the order of `names`.
     """
 
-    lengths: np.ndarray
-    widths: list[int]
-    tokens: np.ndarray
-    targets: np.ndarray
-    weights: np.ndarray
-    names: tuple[str, ...]
-    columns: np.ndarray
-
-    @classmethod
-    def read(cls, datums: Sequence[Datum], loss: SummedLoss, config: Mapping[str, float], packer: Packer) -> _Table:
-        """Check datums and settings, the same on every rank, and concatenate them (UserError)."""
-        settable = [name for name in loss.defaults if name != "weights"]
+    def __init__(self, datums: Sequence[Datum], loss: SummedLoss, config: Mapping[str, float], packer: Packer) -> None:
+        settable = {*loss.defaults} - {"weights"}
         for name, value in config.items():
-            if name not in settable or not _is_number(value):
-                raise _refuse(f"config {name} = {value!r:.40}", f"numbers named {', '.join(settable) or '(none)'}")
-        if not isinstance(datums, Sequence) or not datums:
-            raise _refuse(f"{datums!r:.40}", "a list of Datum, not empty")
-        names = tuple(name for name in (*loss.needed, *loss.defaults) if name != "weights")
-        values = {**loss.defaults, **config}
+            is_right = name in settable and _is_number(value)
+            _require(is_right, f"config {name} = {value!r:.40}", f"numbers named {', '.join(settable) or '(none)'}")
+        is_list = isinstance(datums, Sequence) and len(datums) > 0
+        _require(is_list, f"{datums!r:.40}", "a list of Datum, not empty")
+        self.loss, values = loss, {**loss.defaults, **config}
+        self.names = tuple(name for name in (*loss.needed, *loss.defaults) if name != "weights")
         rows = [_read_datum(index, datum, loss, values, packer) for index, datum in enumerate(datums)]
-        widths = [targets.shape[1] if targets.ndim > 1 else 0 for _, targets, _, _ in rows]
         tokens, targets, weights, columns = zip(*rows, strict=True)
-        return cls(
-            np.array([len(part) for part in tokens]),
-            widths,
-            np.concatenate(tokens),
-            _join(targets, max(widths)),
-            _join(weights, max(widths)),
-            names,
-            np.concatenate(columns),
-        )
+        self.lengths = np.array([len(part) for part in tokens])
+        self.widths = [0 if part.ndim == 1 else part.shape[1] for part in targets]
+        self.tokens, self.columns = np.concatenate(tokens), np.concatenate(columns)
+        self.targets, self.weights = (_join(parts, max(self.widths)) for parts in (targets, weights))
+
+    def split(self, values: np.ndarray) -> list[np.ndarray]:
+        """Split [t, ...] by datum."""
+        return np.split(values, np.cumsum(self.lengths)[:-1])
 
     def find_places(self, batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of a batch that hold targets, and their places in this table."""
@@ -232,32 +206,38 @@ def _read_datum(
     most, vocabulary = packer.config.max_tokens_per_microbatch - 1, packer.model.shape.vocab_size
     if packer.model.buckets is not None:
         most = min(most, packer.plan.longest_sequence - 1)
-    tokens, targets = (np.asarray(values) for values in (datum.tokens, datum.targets))
-    for name, ids, sizes in (("tokens", tokens, (1,)), ("targets", targets, (1, 2))):
-        is_shaped = ids.ndim in sizes and len(ids) == len(tokens) and ids.size
-        if not is_shaped or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocabulary:
-            expected = f"{' or '.join(['[n]', '[n, k]'][: len(sizes)])} token ids below {vocabulary}"
-            raise _refuse(f"{name} of datum {index}: {ids.dtype} {list(ids.shape)}", expected)
-    if len(tokens) > most:
-        raise _refuse(f"datum {index} has {len(tokens)} tokens", f"at most {most} (actor.max_tokens_per_microbatch)")
+    tokens, targets = _as_array(datum.tokens), _as_array(datum.targets)
+    for name, ids, sizes in (("tokens", tokens, ("[n]",)), ("targets", targets, ("[n]", "[n, k]"))):
+        is_right = 0 < ids.ndim <= len(sizes) and len(ids) == len(tokens) and ids.size and ids.dtype.kind in "iu"
+        is_right = is_right and ids.min() >= 0 and ids.max() < vocabulary
+        found = f"{name} of datum {index}: {ids.dtype} {list(ids.shape)}"
+        _require(is_right, found, f"{' or '.join(sizes)} token ids below {vocabulary}")
+    found, expected = f"datum {index} has {len(tokens)} tokens", f"at most {most} (actor.max_tokens_per_microbatch)"
+    _require(len(tokens) <= most, found, expected)
+    found = f"targets of datum {index}: {list(targets.shape)}"
+    _require(targets.ndim == 1 or not loss.needed, found, "[n] for this loss; [n, k] for cross_entropy")
     known = (*loss.needed, *loss.defaults)
-    if strange := sorted({*datum.columns} - {*known}):
-        raise _refuse(f"column {strange[0]!r} of datum {index}", f"columns that the loss reads: {', '.join(known)}")
-    found = {}
+    for name in datum.columns:
+        _require(name in known, f"column {name!r} of datum {index}", f"what the loss reads: {', '.join(known)}")
+    columns = {}
     for name in known:
-        if name in loss.needed and name not in datum.columns:
-            raise _refuse(f"no column {name!r} in datum {index}", f"columns {', '.join(loss.needed)}")
-        shape = targets.shape if name == "weights" else tokens.shape
-        given = np.asarray(datum.columns[name]) if name in datum.columns else np.full(shape, values[name])
-        if given.shape != shape or given.dtype.kind not in "fiub" or not np.isfinite(given).all():
-            message = f"column {name!r} of datum {index}: {given.dtype} {list(given.shape)}"
-            raise _refuse(message, f"finite numbers {list(shape)}")
-        found[name] = given.astype(np.float32)
-    if targets.ndim > 1 and loss.needed:
-        raise _refuse(f"targets of datum {index}: {list(targets.shape)}", "[n] for this loss; [n, k] for cross_entropy")
-    weights = found.pop("weights", np.ones(targets.shape, np.float32))
-    columns = np.stack([*found.values()], 1) if found else np.empty((len(tokens), 0), np.float32)
-    return tokens.astype(np.int32), targets.astype(np.int64), weights, columns
+        is_given, shape = name in datum.columns, targets.shape if name == "weights" else tokens.shape
+        _require(is_given or name in values, f"no column {name!r} in datum {index}", ", ".join(loss.needed))
+        given = _as_array(datum.columns[name]) if is_given else np.full(shape, values[name])
+        is_right = given.shape == shape and given.dtype.kind in "fiub" and np.isfinite(given).all()
+        found = f"column {name!r} of datum {index}: {given.dtype} {list(given.shape)}"
+        _require(is_right, found, f"finite numbers {list(shape)}")
+        columns[name] = given.astype(np.float32)
+    weights = columns.pop("weights", np.ones(targets.shape, np.float32))
+    table = np.stack([*columns.values()], 1) if columns else np.empty((len(tokens), 0), np.float32)
+    return tokens.astype(np.int32), targets.astype(np.int64), weights, table
+
+
+def _as_array(values: Any) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError:  # rows of several lengths
+        return np.empty(0, object)
 
 
 def _join(parts: Sequence[np.ndarray], width: int) -> np.ndarray:
@@ -272,34 +252,22 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _refuse(found: str, expected: str) -> UserError:
-    return UserError(found, source="forward_backward_datums", expected=expected, hint="docs/primitives.md, Datums")
+def _require(is_right: Any, found: str, expected: str) -> None:
+    if not is_right:
+        source, hint = "forward_backward_datums, optim_step", "docs/primitives.md describes their arguments"
+        raise UserError(found, source=source, expected=expected, hint=hint)
 
 
-_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "lr": ("at least 0", lambda x: x >= 0),
-    "eps": ("above 0", lambda x: x > 0),
-    "weight_decay": ("at least 0", lambda x: x >= 0),
-    "grad_clip_norm": ("at least 0; 0 is off", lambda x: x >= 0),
-}
+_SETTINGS = {"lr": math.inf, "betas": 1.0, "eps": math.inf, "weight_decay": math.inf, "grad_clip_norm": math.inf}
 
 
 def check_step_settings(given: Mapping[str, Any], config: Any) -> None:
-    """Refuse settings of one optimizer step that are no settings, out of range, or part of a captured graph."""
+    """Refuse settings of one optimizer step that are none, out of range, or part of a captured graph (UserError)."""
     for name, value in given.items():
-        expected, is_valid = _RANGES.get(name, ("", None))
-        if name == "betas":
-            expected = "two numbers from 0 to below 1"
-            is_right = (
-                isinstance(value, Sequence) and len(value) == 2 and all(_is_number(x) and 0 <= x < 1 for x in value)
-            )
-        elif is_valid is None:
-            expected, is_right = f"settings betas, {', '.join(_RANGES)}", False
-        else:
-            is_right = _is_number(value) and is_valid(value)
-        if is_right and name != "lr" and config.step_mode == "graph":
-            expected, is_right = "only lr with step_mode = graph, whose graphs hold the other settings", False
-        if not is_right:
-            raise UserError(
-                f"{name} = {value!r:.40}", source="optim_step", expected=expected, hint="docs/primitives.md, Datums"
-            )
+        parts: Sequence[Any] = value if name == "betas" and isinstance(value, Sequence) else [value]
+        is_right = name in _SETTINGS and len(parts) == 1 + (name == "betas") and all(map(_is_number, parts))
+        is_right = is_right and all(0 <= x < _SETTINGS[name] for x in parts) and (name != "eps" or parts[0] > 0)
+        expected = "lr, eps, weight_decay, grad_clip_norm, or two betas below 1; none negative, eps above 0"
+        _require(is_right, f"{name} = {value!r:.40}", expected)
+        is_free = name == "lr" or config.step_mode != "graph"
+        _require(is_free, f"{name} = {value!r:.40}", "only lr with step_mode = graph, whose graphs hold the others")

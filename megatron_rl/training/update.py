@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,11 +61,6 @@ class StepResult:
     lr: float
     loss: StepLoss
     adapter_norm: float | None = None
-
-    @property
-    def minibatches(self) -> list[TrainBatch]:
-        """Minibatches of all passes."""
-        return [one.minibatch for one in self.passes]
 
 
 class OptimizerStep:
@@ -156,8 +150,8 @@ def _join_totals(passes: list[Pass]) -> dict[str, float]:
     found = passes[0].totals
     for one in passes[1:]:
         for name, value in one.totals.items():
-            join = max if name.startswith("max/") else operator.add
-            found = found | {name: join(found[name], value) if name in found else value}
+            join: Any = max if name.startswith("max/") else sum
+            found = found | {name: join((found[name], value)) if name in found else value}
     return found
 
 

@@ -40,7 +40,9 @@ LAYOUTS = {
     "pp2": Case(2, dict(pp_size=2)),
     "dp2": Case(2),
     "cp2": Case(2, dict(cp_size=2)),
+    "dp2-zero3": Case(2, actor=dict(zero_stage=3)),
     "static": Case(1, actor=dict(step_mode="static")),
+    "streamed": Case(1, actor=dict(offload_optimizer="stream")),
 }
 
 
@@ -181,6 +183,24 @@ def test_a_function_of_all_logprobs(layout: str, model: tuple[Path, Any]) -> Non
     check(LAYOUTS[layout], model, draw("any"), prefer)
 
 
+def change_settings(rank: int, world_size: int, path: Path) -> Any:
+    actor, passes = open_passes(Case(actor=dict(lr_warmup_steps=0, adam_beta1=0.8)), path)
+    datums, found = draw("ppo"), []
+    for given in ({}, STEP | dict(lr=2e-3, eps=1e-3), {}):
+        passes.run(datums, "ppo", {}, backward=True)
+        lr = actor.optim_step(**given)["policy/lr"]
+        groups = [group for adam in actor.optimizer.adams for group in adam.param_groups]
+        found.append((lr, [(tuple(g["betas"]), g["eps"], g["weight_decay"]) for g in groups]))
+    return found
+
+
+def test_settings_hold_for_one_step(model: tuple[Path, Any]) -> None:
+    (before, given, after) = run_ranks(change_settings, 1, model[0], timeout=60)[0]
+    assert before == after and before[0] == 1e-3
+    assert sorted(before[1]) == [((0.8, 0.95), 1e-8, 0.0), ((0.8, 0.95), 1e-8, 0.1)]
+    assert given == (2e-3, [((0.5, 0.5), 1e-3, 0.0)] * 2)
+
+
 def refuse(rank: int, world_size: int, path: Path) -> None:
     _, passes = open_passes(Case(), path)
     good = Datum([1, 2], [3, 4], {"logprobs": [0.0, 0.0], "advantages": [1.0, 1.0]})
@@ -188,6 +208,7 @@ def refuse(rank: int, world_size: int, path: Path) -> None:
         ([good], "stable_reinforce", {}, "expected: cross_entropy, importance_sampling, ppo, cispo, dro, gspo"),
         ([], "ppo", {}, "not empty"),
         ([good, replace(good, tokens=[1])], "ppo", {}, "targets of datum 1"),
+        ([replace(good, targets=[[1, 2], [3]])], "cross_entropy", {}, "targets of datum 0"),
         ([replace(good, tokens=[1, VOCAB_SIZE])], "ppo", {}, f"token ids below {VOCAB_SIZE}"),
         ([replace(good, targets=[[1, 2], [3, 4]])], "ppo", {}, r"\[n, k\] for cross_entropy"),
         ([replace(good, columns={"logprobs": [0, 0]})], "ppo", {}, "no column 'advantages' in datum 0"),

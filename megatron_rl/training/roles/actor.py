@@ -135,7 +135,7 @@ class Actor:
             return {}
         routing = self.model.routing
         stages, rate = self.model.stages, self._router_bias_rate
-        beside = {} if routing is None else routing.finish(result.minibatches, stages, rate)
+        beside = {} if routing is None else routing.finish([one.minibatch for one in result.passes], stages, rate)
         if self.mtp is not None:
             groups = self.model.groups
             beside |= share_object(self.mtp.optim_step(), groups.pp, groups.last_stage_rank)
