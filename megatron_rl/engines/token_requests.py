@@ -19,7 +19,7 @@ from megatron_rl.types import UserError
 if TYPE_CHECKING:
     from megatron_rl.data.tokenizer import Tokenizer
 
-_DEFAULT_TOP, _ANY = 20, 1 << 30  # vLLM's `max_logprobs`
+_DEFAULT_TOP = 20  # vLLM's `max_logprobs`
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ def _shift(values: torch.Tensor, first: float) -> np.ndarray:
 
 
 def build_requests(
-    given: Sequence[TokenRequest], config: RunConfig, default: SamplingConfig, tokenizer: Tokenizer
+    given: Sequence[TokenRequest], config: RunConfig, default: SamplingConfig, tokenizer: Tokenizer, vocab_size: int
 ) -> list[Request]:
     """Check requests, the same on every rank, and translate them for engines (UserError)."""
     requests = []
     for index, one in enumerate(given):
-        for is_wrong, found, expected in _list_checks(one, config):
+        for is_wrong, found, expected in _list_checks(one, config, vocab_size):
             if is_wrong:
                 raise UserError(
                     f"request {index}: {found}",
@@ -144,31 +144,27 @@ def build_requests(
     return requests
 
 
-def _list_checks(one: Any, config: RunConfig) -> Iterator[tuple[bool, str, str]]:
+def _list_checks(one: Any, config: RunConfig, vocab_size: int) -> Iterator[tuple[bool, str, str]]:
     """Yield whether a part of a request is wrong, the part, and what is expected."""
     yield not isinstance(one, TokenRequest), f"a {type(one).__name__}", "a TokenRequest"
     rollout, longest = config.rollout, config.data.max_prompt_length + config.data.max_response_length
     tokens, strings = np.asarray(one.tokens), one.stop
-    is_bad = tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu" or tokens.min() < 0
-    yield is_bad, f"{tokens.dtype} tokens {list(tokens.shape)}", "[p] token ids, at least one"
+    is_bad = tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu"
+    is_bad = is_bad or tokens.min() < 0 or tokens.max() >= vocab_size
+    yield is_bad, f"{tokens.dtype} tokens {list(tokens.shape)}", f"[p] token ids below {vocab_size}, at least one"
+    yield not 0 <= one.seed < 1 << 63, f"seed {one.seed}", "0 to 2^63 - 1"
+    found = f"{tokens.size} tokens, max_tokens {one.max_tokens}"
     expected = f"at least 1 to sample, at most {longest} in all (data.max_prompt_length + data.max_response_length)"
-    yield (
-        not 0 < one.max_tokens <= longest - tokens.size,
-        f"{tokens.size} tokens, max_tokens {one.max_tokens}",
-        expected,
-    )
+    yield not 0 < one.max_tokens <= longest - tokens.size, found, expected
     is_valid = one.temperature >= 0 and 0 < one.top_p <= 1 and (one.top_k == -1 or one.top_k > 0)
     found = f"temperature {one.temperature}, top_p {one.top_p}, top_k {one.top_k}"
     yield not is_valid, found, "temperature >= 0, 0 < top_p <= 1, top_k above 0, or -1 for all"
     yield isinstance(strings, str) or not all(strings), f"stop {strings!r:.40}", "a list of strings, none empty"
-    most = rollout.engine_options.get("max_logprobs", _DEFAULT_TOP) if rollout.supports("options") else _ANY
+    most = rollout.engine_options.get("max_logprobs", _DEFAULT_TOP) if rollout.supports("options") else -1
+    most = vocab_size if most < 0 else most
     counts = one.top_logprobs, one.prompt_logprobs or 0
-    is_valid = all(0 <= count <= most for count in counts)
-    yield (
-        not is_valid,
-        f"log-probs of {max(counts)} tokens",
-        f"0 to {most}, or more in rollout.engine_options.max_logprobs",
-    )
+    is_valid, expected = all(0 <= k <= most for k in counts), f"0 to {most}; rollout.engine_options.max_logprobs"
+    yield not is_valid, f"log-probs of {max(counts)} tokens", expected
     found = f"stop strings or further log-probs, and rollout.engine {rollout.engine}"
     yield one.has_extras and not rollout.supports("scores"), found, "vllm or hf"
     is_cut = one.temperature > 0 and (one.top_p < 1 or one.top_k > 0)

@@ -106,8 +106,8 @@ class Policy(ActorOnSamples):
         self._check_mode("sample_requests")
         from megatron_rl.engines.token_requests import build_requests
 
-        default = self._collector.sampling()
-        return self._collector.generator.answer(build_requests(requests, self._config, default, self._tokenizer))
+        default, size = self._collector.sampling(), self.model.shape.vocab_size
+        return self._collector.generator.answer(build_requests(requests, self._config, default, self._tokenizer, size))
 
     @property
     def runs_ahead(self) -> bool:

@@ -117,6 +117,8 @@ def refuse(rank: int, world_size: int, task: Path, out: Path) -> None:
         (make(0), "max_tokens 0"),
         (make(15), "2 tokens, max_tokens 15(?s:.*)at most 16 in all"),
         (TokenRequest([], 1), "at least one"),
+        (TokenRequest([1, policy.model.shape.vocab_size], 1), "token ids below"),
+        (make(1, seed=-1), "seed -1"),
         (make(1, top_p=0.0), "top_p 0.0"),
         (make(1, temperature=-1.0), "temperature -1.0"),
         (make(1, stop="end"), "a list of strings"),
