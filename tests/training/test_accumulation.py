@@ -33,16 +33,23 @@ CASES = {
     "pp2": Case(2, dict(pp_size=2), minibatches=HALVES),
     "dp2": Case(2, minibatches=HALVES),
     "dp2-zero3": Case(2, actor=dict(zero_stage=3), minibatches=HALVES),
+    "experts": Case(2, dict(ep_size=2), minibatches=HALVES),
     "offloaded": Case(2, actor=dict(offload_gradients=True, offload_optimizer=True), minibatches=HALVES),
 }
 ROUNDING = 1e-6  # relative to the largest gradient
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_tiny_model(path, "qwen2")
-    return path
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {family: tmp_path_factory.mktemp(family) for family in ("qwen2", "qwen3_moe")}
+    for family, path in paths.items():
+        save_tiny_model(path, family)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def model(models: dict[str, Path]) -> Path:
+    return models["qwen2"]
 
 
 def join(batch: TrainBatch) -> TrainBatch:
@@ -82,9 +89,9 @@ def accumulate(rank: int, world_size: int, case: Case, path: Path) -> dict[str, 
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_minibatches_add_up(layout: str, model: Path) -> None:
-    case = CASES[layout]
-    for found in run_ranks(accumulate, case.world_size, case, model, timeout=100):
+def test_minibatches_add_up(layout: str, models: dict[str, Path]) -> None:
+    case, path = CASES[layout], models["qwen3_moe" if layout == "experts" else "qwen2"]
+    for found in run_ranks(accumulate, case.world_size, case, path, timeout=100):
         (metrics, gradients, weights), high = found["one"], found["one"][1].abs().max()
         for order in ("parts", "reversed"):
             got, other, others = found[order]
