@@ -143,18 +143,6 @@ def _describe(part: Any) -> str:
     return f"{list(part.shape)} {part.dtype}".replace("torch.", "") if is_tensor else type(part).__name__
 
 
-def compute_sft_loss(
-    logprobs: torch.Tensor, loss_mask: torch.Tensor, loss_weights: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute the negative log-likelihood of the response tokens: `sum_t w_t (-logprobs_t)`."""
-    loss = -(loss_weights * torch.where(loss_mask, logprobs, 0.0)).sum()
-    return loss, {
-        "loss": loss.detach(),
-        "tokens": loss_mask.sum().float(),
-        "weights": torch.where(loss_mask, loss_weights, 0.0).sum(),
-    }
-
-
 def compute_ppo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the clipped surrogate per token (PPO, arXiv 1707.06347, eq. 7).
 

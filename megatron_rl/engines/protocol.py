@@ -105,6 +105,7 @@ class Request:
         tokens: [s] int32 prompt and response so far.
         turn: number of earlier turns in the episode.
         num_sampled: number of trailing `tokens` that belong to the response.
+        extras: `token_requests.Extras`, for an engine with ability "scores".
     """
 
     key: int
@@ -113,14 +114,17 @@ class Request:
     sampling: SamplingConfig
     turn: int = 0
     num_sampled: int = 0
+    extras: Any = None
 
     def response(self, sampled: Sequence[int]) -> Sequence[int]:
         """Return the response so far, `sampled` included."""
         return [*self.tokens[len(self.tokens) - self.num_sampled :].tolist(), *sampled] if self.num_sampled else sampled
 
-    def ends_by(self, stop: StopStrings, sampled: Sequence[int]) -> bool:
+    def ends_by(self, stop: StopStrings | None, sampled: Sequence[int]) -> bool:
         """Return whether the last token completes a stop string after the first `sampling.min_tokens` tokens."""
-        return self.num_sampled + len(sampled) > self.sampling.min_tokens and stop.ends(self.response(sampled))
+        stops = [one for one in (stop, self.extras and self.extras.stop) if one is not None]
+        is_long = self.num_sampled + len(sampled) > self.sampling.min_tokens
+        return is_long and any(one.ends(self.response(sampled)) for one in stops)
 
     def continued(self, tokens: np.ndarray, seed: int) -> Request:
         """Return the request that continues this one after `tokens` were sampled."""
@@ -146,6 +150,7 @@ class Sampled:
         routes: [n, layers, choices] experts of request and response tokens, if `EngineSpec.records_routes`; unknown for
             the last token, which is never fed.
         inserted: [s] bool, true for tokens inserted by `engines.wrappers` with log-prob 0 and no kept set, if any.
+        scores: `token_requests.Scores`, if the request has `extras`.
     """
 
     key: int
@@ -156,6 +161,7 @@ class Sampled:
     num_cached: int | None = None
     routes: np.ndarray | None = None
     inserted: np.ndarray | None = None
+    scores: Any = None
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ ABILITIES = {
     "coded_weights": "keeps matrices in eight bits (rollout.quantization)",
     "bitwise": "computes the trainer's bits on a CPU (rollout.bitwise)",
     "routes": "returns the experts of each token (actor.router_replay=engine)",
+    "scores": "takes stop strings per request, returns log-probs of prompts and top-k ones (policy.sample_requests)",
     "options": "takes rollout.engine_options",
     "vllm_modes": "runs as rollout.enforce_eager, async_scheduling and model_runner choose",
     "delta_nets": "serves models with gated delta nets",
@@ -143,14 +144,14 @@ class RegisteredEngine:
 
 
 _IN_RANKS = {"decode_steps", "truncation", "min_tokens", "bitwise", "routes", "sinks"}
-_HF = _IN_RANKS | {"delta_nets", "any_sinks", "reads_config", "builds_model"}
+_HF = _IN_RANKS | {"delta_nets", "any_sinks", "reads_config", "builds_model", "scores"}
 _SERVER = {"is_server", "tensor_parallel", "delta_nets"}
 _STARTED = _SERVER | {"starts_server", "reloads_server", "truncation", "reads_config"}
 _VLLM = {"tensor_parallel", "truncation", "min_tokens", "options", "vllm_modes", "delta_nets", "reads_config"}
 ENGINES: dict[str, RegisteredEngine] = {
     "vllm": RegisteredEngine(
         Deferred("megatron_rl.engines.vllm.vllm_engine", "VllmEngine"),
-        _IN_RANKS | _VLLM | {"adapters", "coded_weights"},
+        _IN_RANKS | _VLLM | {"adapters", "coded_weights", "scores"},
         check_model=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_installed"),
         check_on_cpu=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_cpu_limits"),
     ),

@@ -57,21 +57,22 @@ def compute_summary(z: torch.Tensor, targets: torch.Tensor, shard: VocabShard) -
 
     Args:
         z: [t, width] temperature-scaled logits of the shard, float32 or float64.
-        targets: [t] token ids of the whole vocabulary.
+        targets: [t] or [t, k] token ids of the whole vocabulary.
 
     Returns:
-        [4, t]: m = max_v z_v; sum_v exp(z_v - m); sum_v exp(z_v - m) (z_v - m); z_target, or 0 if elsewhere.
+        [3 + k, t]: m = max_v z_v; sum_v exp(z_v - m); sum_v exp(z_v - m) (z_v - m); z_target, or 0 if elsewhere.
     """
+    targets = targets.reshape(len(z), *(targets.shape[1:] or (1,)))
     if shard.width == 0:  # finite, because maxima are subtracted
-        summary = z.new_zeros(4, len(z))
+        summary = z.new_zeros(3 + targets.shape[1], len(z))
         summary[0] = torch.finfo(z.dtype).min
         return summary
     high = z.amax(-1)
     columns, is_mine = shard.locate(targets)
-    target_z = torch.where(is_mine, z.gather(1, columns[:, None])[:, 0], 0.0)
+    target_z = torch.where(is_mine, z.gather(1, columns), 0.0)
     z.sub_(high[:, None])
     exp_z = z.exp()
-    return torch.stack([high, exp_z.sum(-1), exp_z.mul_(z).sum(-1), target_z])
+    return torch.stack([high, exp_z.sum(-1), exp_z.mul_(z).sum(-1), *target_z.unbind(1)])
 
 
 def gather_summaries(summary: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
@@ -91,8 +92,9 @@ def merge_totals(highs: torch.Tensor, totals: torch.Tensor) -> tuple[torch.Tenso
 
 
 def merge_summaries(summaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Merge all shards' `compute_summary` [tp, 4, t] into logprobs, entropy and log-sum-exp, [t] each."""
-    highs, totals, weighted, target_z = summaries.unbind(1)  # [tp, t] each
+    """Merge all shards' `compute_summary` into logprobs ([k, t] if k > 1), entropy and log-sum-exp, [t] each."""
+    highs, totals, weighted = summaries[:, :3].unbind(1)  # [tp, t] each
+    target_z = summaries[:, 3:].squeeze(1)
     high, scale, total = merge_totals(highs, totals)
     # sum exp(z - high) (z - high), from sums relative to each shard's own maximum.
     weighted = ((weighted + totals * (highs - high)) * scale).sum(0)
@@ -113,20 +115,23 @@ def compute_logits_gradient(
     """Compute the gradient with respect to `z`, [t, width]; overwrites `z`.
 
     Args:
-        lse, entropy, grad_logprobs: [t], over the whole vocabulary.
+        lse, entropy, grad_logprobs: [t], over the whole vocabulary; the last is shaped like `targets`.
         grad_entropy: [t], or `None` if zero (saves a pass and a copy of the logits).
     """
     if shard.width == 0:
         return z
+    size = (len(z), *(targets.shape[1:] or (1,)))
+    targets, grad_logprobs = targets.reshape(size), grad_logprobs.reshape(size)
+    total = grad_logprobs.sum(1, keepdim=True) if size[1] > 1 else grad_logprobs
     log_probs = z.sub_(lse[:, None])
     if grad_entropy is None:
-        gradient = log_probs.exp_().mul_(-grad_logprobs[:, None])
+        gradient = log_probs.exp_().mul_(-total)
     else:
         probs = log_probs.exp()
-        slope = log_probs.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None])
+        slope = log_probs.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(total)
         gradient = slope.mul_(probs).neg_()
     columns, is_mine = shard.locate(targets)
-    return gradient.scatter_add_(1, columns[:, None], (grad_logprobs * is_mine)[:, None])
+    return gradient.scatter_add_(1, columns, grad_logprobs * is_mine)
 
 
 @dataclass(frozen=True)
@@ -218,11 +223,12 @@ def compute_linear_logprobs_and_entropy(
     Args:
         hidden: [t, h], the same on every rank of the group.
         weight: [v/tp, h] this rank's rows of the (padded) output layer.
-        targets: [t] int64 token ids, 0 <= id < vocab_size.
+        targets: [t] or [t, k] int64 token ids, 0 <= id < vocab_size.
         kept: [t] token sets to which the distributions are limited, each with the target, or `None`.
 
     Returns:
-        logprobs [t] and entropy [t], bitwise equal on all ranks; differentiable in `hidden` (partial) and `weight`.
+        logprobs like `targets`, entropy [t]: bitwise equal on all ranks, differentiable in `hidden` (partial) and
+        `weight`.
     """
     return _LinearLogprobs.apply(hidden, weight, targets, softmax, kept)
 
@@ -240,7 +246,7 @@ class _LinearLogprobs(torch.autograd.Function):
         shard, parts, summaries = softmax.find_shard(weight), softmax.cut(len(hidden)), []
         # A single chunk's logits are kept for backward; the bits equal recomputed ones.
         is_reused = len(parts) == 1 and any(ctx.needs_input_grad)
-        kernels = choose_triton_kernels(hidden) if kept is None and shard.width else None
+        kernels = choose_triton_kernels(hidden) if kept is None and shard.width and targets.ndim == 1 else None
         for part in parts:
             if kernels is None:
                 logits = softmax.make_logits(hidden[part], weight, kept and kept[part])
@@ -253,6 +259,7 @@ class _LinearLogprobs(torch.autograd.Function):
             del logits  # before the next chunk's are made
         summary = torch.cat(summaries, dim=1)
         logprobs, entropy, lse = merge_summaries(gather_summaries(summary, softmax.tp_group))
+        logprobs = logprobs.t().reshape(targets.shape)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.softmax, ctx.kept, ctx.kernels = softmax, kept, kernels
         ctx.set_materialize_grads(False)
@@ -263,7 +270,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         softmax, kept, kernels, shard = ctx.softmax, ctx.kept, ctx.kernels, ctx.softmax.find_shard(weight)
-        grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
+        grad_logprobs = torch.zeros_like(targets, dtype=lse.dtype) if grad_logprobs is None else grad_logprobs
         logits, ctx.logits = ctx.logits, None
 
         def find_gradient(part: slice) -> torch.Tensor:

@@ -91,7 +91,7 @@ class Collector:
         timers: PhaseTimers,
         group: dist.ProcessGroup,
     ) -> None:
-        self._generator, self._stream, self._rewards, self._config = generator, stream, rewards, config
+        self.generator, self._stream, self._rewards, self._config = generator, stream, rewards, config
         self._stop_token_ids, self._timers, self._group = stop_token_ids, timers, group
         self.runs_ahead = stream.runs_ahead
         self._on_finished = rewards.scorer.begin if rewards.scorer.is_concurrent else None
@@ -173,10 +173,10 @@ class Collector:
     def generate(self, groups: SampleGroups, with_answers: bool = False) -> Experience:
         """Generate and score complete groups; `with_answers` adds a hash of each answer to the headers. Collective."""
         with self._timers.phase("rollout"):
-            generated = self._generator.generate(groups, self._on_finished)
+            generated = self.generator.generate(groups, self._on_finished)
         held = [(key // groups.group_size, rollout) for key, rollout in sorted(generated.items())]
         samples = self._score(groups.prompts, held, [groups.step] * len(groups.prompts), with_answers)
-        samples.metrics.update(self._generator.metrics)
+        samples.metrics.update(self.generator.metrics)
         return samples
 
     def _check_failures(self, parts: Sequence[Experience], what: str) -> float:
@@ -230,8 +230,8 @@ class Collector:
         has_kept = self._config.rollout.is_truncated and not with_answers
         with self._timers.phase("reward"):
             headers, num_bytes = self._score_here(held, steps, with_answers)
-            route_shape = None if with_answers else self._generator.route_shape
-            ranks, has_episodes = np.array(self._generator.engines.of), self._config.agents.has_episodes
+            route_shape = None if with_answers else self.generator.route_shape
+            ranks, has_episodes = np.array(self.generator.engines.of), self._config.agents.has_episodes
             branches = index_branches(held, headers)
             payload = Payload(branches, ranks, num_bytes, has_kept, route_shape, has_episodes)
             samples = Experience(headers, prompts, payload, self._group)
@@ -241,7 +241,7 @@ class Collector:
                 plan, name = self._rewards.plan, lambda index: rollouts.list_titles()[index]
                 rewards = add_model_scores(plan, rollouts["reward"], scores, name)
                 samples = samples.rescore(rewards, MODEL, scores)
-        mine = [rollout for _, rollout in held] if self._generator.is_first else []
+        mine = [rollout for _, rollout in held] if self.generator.is_first else []
         if has_kept:
             samples.metrics.update(describe_kept(mine, self._config.rollout, self._group))
         if self._config.rollout.thinking_budget is not None and not with_answers:
@@ -260,7 +260,7 @@ class Collector:
         Raises:
             UserError: a rollout could not be scored; on every rank.
         """
-        scorer, engines = self._rewards.scorer, self._generator.engines
+        scorer, engines = self._rewards.scorer, self.generator.engines
         engine, place = engines.find(self._group.rank())
         # Only the engine's first rank has started scoring, or has the results of episodes.
         if scorer.is_concurrent or self._config.agents.has_episodes:
@@ -282,7 +282,7 @@ class Collector:
     def close(self) -> None:
         """Stop the workers of reward sources and close the engine."""
         self._rewards.scorer.close()
-        self._generator.close()
+        self.generator.close()
 
 
 def find_informative(headers: Headers, metric: str | None) -> list[bool]:

@@ -15,11 +15,11 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.observability.progress import RolloutProgress
-from megatron_rl.parallel.collectives import raise_together, reduce_scalars
+from megatron_rl.parallel.collectives import gather_objects, raise_together, reduce_scalars
 from megatron_rl.rollout.episodes import Episodes, describe_episodes
 from megatron_rl.rollout.order import SampleGroups, Samples, assign_engines
 from megatron_rl.rollout.phase import Phase
-from megatron_rl.rollout.serving import Channel, ControlMessage, serve
+from megatron_rl.rollout.serving import Channel, ControlMessage, generate, serve
 from megatron_rl.types import Prompt, Rollout, RouteShape, UserError
 
 if TYPE_CHECKING:
@@ -180,6 +180,20 @@ class RolloutGenerator:
             raise_together(error, self._group)
         episodes.stop()
         self.metrics = requests.describe(self.is_first, self._group)
+
+    def answer(self, requests: Sequence[Request]) -> list[Sampled]:
+        """Return the responses to requests, whose keys are their indices, on every rank; collective."""
+        mine, error = [], None
+        try:
+            if self.engine_index >= 0:
+                mine = generate(self._engine.requests, requests[self.engine_index :: len(self.engines.of)])
+            for one in mine:
+                check_sampled(one, requests[one.key], vocab_size=self._weights.shape.vocab_size, source=self._name)
+        except Exception as caught:
+            error = caught
+        raise_together(error, self._group)
+        shares = gather_objects(mine if self.is_first else [], self._group)
+        return sorted((one for share in shares for one in share), key=lambda one: one.key)
 
     def _check(self, sampled: Sampled, request: Request, samples: Samples) -> None:
         if sampled.finish_reason == "interrupted" and not len(sampled.tokens):

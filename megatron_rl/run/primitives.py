@@ -22,6 +22,7 @@ from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.engines.build import import_library
+from megatron_rl.engines.protocol import Sampled
 from megatron_rl.parallel.collectives import Process, world
 from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.run.building import RolloutMembers, RunSinks, build_roles, build_rollout_members
@@ -99,6 +100,14 @@ class Policy(ActorOnSamples):
         prompts = read_given_prompts(prompts, self._tokenizer, limit, n, temperature)
         n = self._config.rollout.n if n is None else n
         return self._collector.generate(SampleGroups(prompts, n, sampling(temperature), step))
+
+    def sample_requests(self, requests: Sequence[Any]) -> list[Sampled]:
+        """Return responses to `engines.token_requests.TokenRequest`s, the same on every rank, in `rollout_mode`."""
+        self._check_mode("sample_requests")
+        from megatron_rl.engines.token_requests import build_requests
+
+        default, size = self._collector.sampling(), self.model.shape.vocab_size
+        return self._collector.generator.answer(build_requests(requests, self._config, default, self._tokenizer, size))
 
     @property
     def runs_ahead(self) -> bool:

@@ -21,8 +21,8 @@ from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.run.state import TrainingState, actor_export, side_files
 from megatron_rl.samples.experience import Experience, replicate
 from megatron_rl.samples.pack import Packer
-from megatron_rl.training.optimizer import check_step_mode
-from megatron_rl.training.roles.actor import ActorOnSamples, sft
+from megatron_rl.training.given_losses import sft
+from megatron_rl.training.roles.actor import ActorOnSamples
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.types import UserError
 
@@ -116,7 +116,10 @@ def train_sft(
     """Run SFT from a loaded config (UserError if it is bad, Preempted after a stop signal)."""
     config, commits = localize(config)
     inputs = read_inputs(config, launched_sizes()[0])
-    check_step_mode(inputs.actor.spec, inputs.actor.shape, config.model.dtype)
+    if inputs.actor.spec.training.step_mode == "graph":
+        from megatron_rl.training.cuda_graph import check_graph_mode
+
+        check_graph_mode(inputs.actor.spec, inputs.actor.shape, config.model.dtype)
     config = wait_for_debugger(config)
     trainer = make(config, inputs, recipe, commits)
     try:

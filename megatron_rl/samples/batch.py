@@ -175,6 +175,8 @@ class TrainBatch:
         kept: token sets that truncated sampling drew the tokens from; `None` means the whole vocabulary.
         replayed_routes: [t, layers, choices] experts that the actor replays; see `RouteShape`.
         routes_used: same shape; experts chosen on this rank's rows and layers, written by a forward pass if allocated.
+        targets: [t] or [t, k] int64, predicted instead of `tokens`, if given.
+        columns: [t, c] float32, inputs of a loss over `training.datums`, if given.
         flipped: bool; tokens whose router disagrees with the replayed experts, written by an update if allocated.
         ledgers: global `LossLedger` of each minibatch; not checked if empty.
         names: names of the sequences in messages; may be empty.
@@ -206,6 +208,8 @@ class TrainBatch:
     replayed_routes: torch.Tensor | None = None
     routes_used: torch.Tensor | None = None
     flipped: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
     ledgers: Sequence[LossLedger] = ()
     names: Sequence[str] = ()
 

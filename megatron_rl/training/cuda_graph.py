@@ -29,16 +29,20 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_all_rng_states, model_parallel_cuda_manual_seed
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.parallel.groups import list_gather_buffers
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.optimizer import Optimizer, StepLoss
 from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.training.static_step import Shape, StaticStep, describe_shape, find_shape
 from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
 
 _WARM_UPS = 3
 _OF_MODES = ("__torch_dispatch__", "__torch_function__")  # frames of dispatch modes, which are not callers
 _GIB = 1 << 30
+
+_GROUPED_KERNELS = (9, 10)  # major compute capabilities on which torch's `grouped_mm` needs no host sync
 
 Key = tuple[str, Shape, int]  # loss name, shape, and is_last or the pipeline slot
 
@@ -85,8 +89,11 @@ class GraphStep(StaticStep):
         pools = {tuple(pool) for pool in self._pools.values()}
         return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools)
 
-    def prepare(self, minibatch: TrainBatch, loss: StepLoss) -> None:
-        """Capture the missing graphs of a minibatch; leaves arbitrary values in the gradient buffers."""
+    def prepare(self, minibatch: TrainBatch, loss: StepLoss, *, adds: bool) -> None:
+        """Capture the missing graphs of a minibatch, which leaves arbitrary values in the gradient buffers.
+
+        A pass that `adds` to gradients runs new shapes uncaptured.
+        """
         if self._finish is None:
             # Generators that can be captured; dropout is 0, so their states do not matter.
             at, experts = self.model.groups.at, self.model.groups.expert_at
@@ -102,6 +109,8 @@ class GraphStep(StaticStep):
             log.warning("the settings of the %s loss have changed: its graphs are captured again", loss.name)
             self._graphs = {key: found for key, found in self._graphs.items() if key[0] != loss.name}
             self._settings[loss.name] = loss.settings
+        if adds:
+            return
         needed = self._list_needed(minibatch, loss)
         missing = needed.keys() - self._graphs.keys() - self._uncaptured
         for key in filter(self._reduces, needed):  # these graphs have collectives of all DP ranks
@@ -336,4 +345,27 @@ class StageGraphStep(GraphStep):
             self._record(backward, f"the backward of {name}", slot),
             received,
             gradient,
+        )
+
+
+def check_graph_mode(spec: RoleSpec, shape: ModelShape, dtype: str) -> None:
+    """Reject `step_mode` graph on a machine that cannot run it.
+
+    Raises:
+        UserError: mode graph without CUDA, or with experts for which this GPU has no kernel.
+    """
+    found, expected = "", "a CUDA device"
+    if not torch.cuda.is_available():
+        found = "there is no CUDA device"
+    elif shape.num_experts:
+        major, minor = torch.cuda.get_device_capability()
+        if dtype != "bfloat16" or major not in _GROUPED_KERNELS:
+            found = f"torch multiplies experts in {dtype} one after the other on compute capability {major}.{minor}"
+            expected = "a mixture of experts in bfloat16, on compute capability 9.x or 10.x"
+    if found:
+        raise UserError(
+            f"{spec.section}.step_mode = graph, but {found}",
+            source=f"{spec.section}.step_mode",
+            expected=expected,
+            hint=f"set {spec.section}.step_mode=static: the same step without capture",
         )

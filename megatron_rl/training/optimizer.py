@@ -29,7 +29,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.checkpoint.optimizer_states import list_state_shards
 from megatron_rl.checkpoint.pieces import MOMENTS
-from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.collectives import share_object
@@ -37,7 +36,6 @@ from megatron_rl.parallel.groups import free_gather_buffers
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.packed_model import Head, HostMemory, PackedModel
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape
 
 _ADAM_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay")
 _SUMMED_ELEMENTS = 65536  # squares that are added up in float32 in sequence, on a CPU
@@ -53,6 +51,7 @@ class Optimizer:
         adams: torch optimizers of dense and of expert parameters.
         kind: "adam" or "muon".
         is_sound: 0-d device bool; `finish` changes weights only if it is true.
+        has_gradients: whether the gradient buffers hold gradients of a step to come.
         steps: completed optimizer steps.
     """
 
@@ -64,7 +63,8 @@ class Optimizer:
         self._streams = config.offload_optimizer == "stream"
         self.megatron = _build_optimizer(model, config)
         self.scheduler = _build_scheduler(self.megatron, config, total_steps)
-        self.steps = 0
+        self.steps, self.has_gradients = 0, False
+        self._clip_grad = config.clip_grad
         self.is_sound = torch.ones((), dtype=torch.bool, device=self._device)
         self._found_inf = torch.zeros((), dtype=torch.float32, device=self._device)
         self._parts = _list_parts(self.megatron)
@@ -95,17 +95,17 @@ class Optimizer:
 
     def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
         """Continue after `steps` optimizer steps, with the present config's learning rate at the saved position."""
-        self.steps = steps
+        self.steps, self.has_gradients = steps, False
         self.scheduler.num_steps = schedule["num_steps"]
         self.scheduler.step(0)  # recomputes the learning rate by the present config
 
     def _list_buffers(self) -> list[Any]:
-        modules = self._ddp if self._offloads_gradients else ()
+        modules = self._ddp if self._offloads_gradients and not self.has_gradients else ()
         return [buffer for module in modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
 
     def release(self) -> None:
-        """Free the gradients' memory and offload Adam's states, as configured, until `restore`."""
-        if self._offloads_gradients and not self._ddp:
+        """Free the memory of used gradients and offload Adam's states, as configured, until `restore`."""
+        if self._offloads_gradients and not self._ddp and not self.has_gradients:
             self.megatron.zero_grad()
         for buffer in self._list_buffers():
             buffer.offload_to_cpu(move_params=False, move_grads=True)
@@ -140,17 +140,32 @@ class Optimizer:
         return [p for p in weights if p.untyped_storage().data_ptr() not in of_model] + states
 
     def zero_grad(self) -> None:
-        """Clear the gradient buffers."""
+        """Clear the gradient buffers for the gradients of the next step."""
+        self.has_gradients = True
         for module in self._ddp:
             module.zero_grad_buffer()
         self.megatron.zero_grad()
 
-    def advance_schedule(self) -> float:
-        """Advance the schedule, and return the learning rate of the next update."""
+    def advance_schedule(
+        self,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        grad_clip_norm: float | None = None,
+    ) -> float:
+        """Advance the schedule, and return the learning rate of the next update; given settings are for it only."""
         # Before the update, so that step k of a W-step warm-up uses lr * k / W: the first step is not wasted on lr 0.
         # The schedule also applies the per-group weight decay multipliers.
         self.scheduler.step(increment=1)
+        self.has_gradients, config = False, self.megatron.config
+        self._clip_grad = config.clip_grad if grad_clip_norm is None else grad_clip_norm
         for tensor, group in zip(self._learning_rates, self.megatron.param_groups, strict=True):
+            group["lr"] = group["lr"] if lr is None else lr
+            group["betas"] = betas or (config.adam_beta1, config.adam_beta2)
+            group["eps"] = config.adam_eps if eps is None else eps
+            if weight_decay is not None:
+                group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
             tensor.fill_(group["lr"])
         return float(self.megatron.param_groups[0]["lr"])
 
@@ -165,9 +180,8 @@ class Optimizer:
             finalize_model_grads(self._ddp, None, pg_collection=self._collection)
         self.megatron.prepare_grads()
         norm = self._compute_norm()
-        limit = self.megatron.config.clip_grad
-        if limit > 0:
-            coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
+        if self._clip_grad > 0:
+            coefficient = (self._clip_grad / (norm + 1e-6)).clamp(max=1.0)
             for adam in self.adams:
                 grads = [p.grad for group in adam.param_groups for p in group["params"] if p.grad is not None]
                 if grads:
@@ -296,9 +310,6 @@ def _make_fused_adam(
     return adam
 
 
-_GROUPED_KERNELS = (9, 10)  # major compute capabilities on which torch's `grouped_mm` needs no host sync
-
-
 class StepLoss:
     """Loss of an optimizer step, called by the schedule with a microbatch and the head's outputs.
 
@@ -367,8 +378,8 @@ class EagerStep:
     def __init__(self, model: PackedModel, head: Head, optimizer: Optimizer) -> None:
         self.model, self.optimizer, self._head = model, optimizer, head
 
-    def prepare(self, minibatch: TrainBatch, loss: StepLoss) -> None:
-        """Prepare the step, before gradients are cleared: `GraphStep` captures graphs, which overwrites the buffers."""
+    def prepare(self, minibatch: TrainBatch, loss: StepLoss, *, adds: bool) -> None:
+        """Prepare a pass, before gradients are cleared, or kept if it `adds` to them: captures overwrite them."""
 
     def run(self, minibatch: TrainBatch, loss: StepLoss) -> list[torch.Tensor]:
         """Run forward and backward; return packed metrics per microbatch, empty before the last stage."""
@@ -377,28 +388,3 @@ class EagerStep:
     def finish(self) -> torch.Tensor:
         """Update the weights and return the gradient norm; see `Optimizer.finish`."""
         return self.optimizer.finish()
-
-
-def check_step_mode(spec: RoleSpec, shape: ModelShape, dtype: str) -> None:
-    """Reject a step mode that this machine cannot run.
-
-    Raises:
-        UserError: mode graph without CUDA, or with experts for which this GPU has no kernel.
-    """
-    if spec.training.step_mode != "graph":
-        return
-    found, expected = "", "a CUDA device"
-    if not torch.cuda.is_available():
-        found = "there is no CUDA device"
-    elif shape.num_experts:
-        major, minor = torch.cuda.get_device_capability()
-        if dtype != "bfloat16" or major not in _GROUPED_KERNELS:
-            found = f"torch multiplies experts in {dtype} one after the other on compute capability {major}.{minor}"
-            expected = "a mixture of experts in bfloat16, on compute capability 9.x or 10.x"
-    if found:
-        raise UserError(
-            f"{spec.section}.step_mode = graph, but {found}",
-            source=f"{spec.section}.step_mode",
-            expected=expected,
-            hint=f"set {spec.section}.step_mode=static: the same step without capture",
-        )

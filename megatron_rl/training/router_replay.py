@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -61,13 +62,13 @@ class Routing:
         """Reset the counts."""
         self._flat.zero_()
 
-    def finish(self, minibatch: TrainBatch, stages: torch.nn.Module, bias_rate: float) -> dict[str, float]:
+    def finish(self, minibatches: Sequence[TrainBatch], stages: torch.nn.Module, bias_rate: float) -> dict[str, float]:
         """Shift router biases and compute the update's `moe/...` metrics, on every rank; collective.
 
         Args:
             bias_rate: size of the bias update; 0 for none.
         """
-        totals = self._reduce(minibatch)
+        totals = self._reduce(minibatches)
         loads = RoutingCounts.of(totals[:-1], *self._sizes).loads
         squares = totals.new_zeros(len(loads) if self._has_biases else 0)
         for router in (module for module in stages.modules() if isinstance(module, BiasedRouter)):
@@ -82,14 +83,16 @@ class Routing:
         counts = RoutingCounts.of(found[:-1], *self._sizes)
         return describe_routing(counts, self._shape.choices, squares, float(found[-1]))
 
-    def _reduce(self, minibatch: TrainBatch) -> torch.Tensor:
+    def _reduce(self, minibatches: Sequence[TrainBatch]) -> torch.Tensor:
         """Sum over all ranks the counts and, last, the tokens that a router would have sent elsewhere; flat float64."""
-        groups = self._groups
-        flipped = minibatch.column("flipped").to(torch.uint8)  # in this rank's layers
-        if groups.pp.size() > 1:
-            dist.all_reduce(flipped, op=dist.ReduceOp.MAX, group=groups.pp)
-        flips = (flipped.bool() & minibatch.loss_mask).sum() if groups.is_last_stage else flipped.new_zeros(())
-        totals = torch.cat([self._flat, flips.double()[None]])
+        groups, flips = self._groups, self._flat.new_zeros(1)
+        for minibatch in minibatches:
+            flipped = minibatch.column("flipped").to(torch.uint8)  # in this rank's layers
+            if groups.pp.size() > 1:
+                dist.all_reduce(flipped, op=dist.ReduceOp.MAX, group=groups.pp)
+            if groups.is_last_stage:
+                flips += (flipped.bool() & minibatch.loss_mask).sum()
+        totals = torch.cat([self._flat, flips])
         dist.all_reduce(totals, group=groups.world)
         return totals
 

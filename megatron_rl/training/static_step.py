@@ -84,9 +84,9 @@ class StaticInputs:
 
 
 def find_shape(microbatch: TrainBatch) -> Shape:
-    """Return a microbatch's key for graphs and buffers: tensor lengths (`None` if absent) and longest sequences."""
+    """Return a microbatch's key for graphs and buffers: tensor sizes (`None` if absent) and longest sequences."""
     piece = microbatch.slices[0]
-    sizes = tuple(None if x is None else len(x) for x in _list_optional(microbatch))
+    sizes = tuple(None if x is None else x.shape for x in _list_optional(microbatch))
     return (*sizes, piece.max_seqlen, piece.keys.max_seqlen if piece.keys else None)
 
 

@@ -50,11 +50,14 @@ class LogprobHead:
         )
 
     def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:
-        """Return log-probs [t], entropies [t] and, with teacher outputs, divergences [t]; 0 outside of the loss."""
+        """Return log-probs [t] or [t, k], entropies [t] and, with a teacher, divergences [t]; 0 outside of the loss."""
         places, rows, targets = _find_predicted(self._model, microbatch)
         states, count, kept = self._gather(hidden)[rows], len(targets), microbatch.find_kept(places)
         if padding := -count % self._multiple:
-            states, targets = F.pad(states, (0, 0, 0, padding)), F.pad(targets, (0, padding))
+            states, targets = (
+                F.pad(states, (0, 0, 0, padding)),
+                torch.cat([targets, targets.new_zeros(padding, *targets.shape[1:])]),
+            )
             kept = kept and kept.pad(padding)
         found = compute_linear_logprobs_and_entropy(states, self._output_weight, targets, self._softmax, kept)
         if self._divergence is not None:
@@ -128,10 +131,10 @@ def _find_predicted(
 
     Returns:
         Indices [k] of the tokens in the microbatch, where t is a dummy; rows [k] of this rank's hidden states that
-        predict them; token ids [k].
+        predict them; their targets, [k, ...] token ids.
     """
     mine, predecessors = model.own_rows(microbatch), microbatch.predecessors
-    tokens, piece = microbatch.tokens, microbatch.slices[0]
+    tokens, piece = microbatch.tokens if microbatch.targets is None else microbatch.targets, microbatch.slices[0]
     if not piece.is_bucketed:
         is_mine = microbatch.loss_mask & (predecessors >= mine.start) & (predecessors < mine.stop)
         places = is_mine.nonzero()[:, 0]
@@ -140,7 +143,7 @@ def _find_predicted(
         assert model.groups.layout.cp_size == 1, "shared prompts have no fixed shape under context parallelism"
         return torch.arange(len(predecessors), device=tokens.device), predecessors, tokens
     places = torch.arange(mine.start + 1, mine.stop + 1, device=tokens.device)
-    return places, slice(None), F.pad(tokens, (0, 1))[mine.start + 1 : mine.stop + 1]
+    return places, slice(None), tokens.roll(-1, 0)[mine]
 
 
 def _combine(model: PackedModel, values: torch.Tensor, places: torch.Tensor, microbatch: TrainBatch) -> torch.Tensor:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step over a minibatch, shared by all trained roles, with a single host sync."""
+"""One optimizer step over one or more minibatches, shared by all trained roles, with a single host sync."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,56 +12,11 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms.aggregation import check_ledger, is_ledger_met, ledger_metrics
 from megatron_rl.config.schema import TrainedConfig
-from megatron_rl.parallel.collectives import broadcast_tensors, gather_objects
+from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.optimizer import EagerStep, Optimizer, StepLoss
 from megatron_rl.training.packed_model import Head, PackedModel
-from megatron_rl.types import UserError
-
-_GROWTH = (
-    "lower {role}.lr or {role}.clip_grad, and look at the last lines of metrics.jsonl for a growing loss, "
-    "gradient norm, KL or mismatch; model.dtype=float32 tells an overflow from a wrong number"
-)
-# Inputs of a loss in the order of their computation -> advice if one is not finite.
-_INPUTS = {
-    "rollout_logprobs": "the engine's log-probs: set hybrid.verify=full to rule out its weights",
-    "old_logprobs": _GROWTH,
-    "ref_logprobs": "the reference's log-probs: check reference.path",
-    "values": "the critic's values: lower critic.lr or critic.clip_grad",
-    "importance_weights": "the gap between engine and trainer: look at mismatch/max in metrics.jsonl",
-    "returns": "look at the rewards, and at the critic's values",
-    "advantages": "look at the rewards in rollouts/, and at algorithm.adv_estimator where it is your own",
-    "update_logprobs": _GROWTH,  # recorded during this step, if at all
-}
-_MOST_NAMED = 8
-
-
-def explain_unsound(
-    message: str, role: str, minibatch: TrainBatch, losses: list[float], groups: ParallelGroups
-) -> UserError:
-    """Build the error that names role, microbatches and sequences; collective over the role."""
-    found, bad = {}, []
-    if groups.is_last_stage and groups.at.tp == groups.at.cp == 0:  # one rank per replica
-        mask = minibatch.loss_mask
-        inputs = {name: values for name in _INPUTS if (values := getattr(minibatch, name)) is not None}
-        bad_ids = {name: minibatch.sequence_ids[mask & ~values.isfinite()] for name, values in inputs.items()}
-        found = {name: ids.unique().tolist() for name, ids in bad_ids.items() if len(ids)}
-        bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
-    shares = gather_objects((found, bad, groups.at.dp), groups.world)
-    name = next((name for name in _INPUTS if any(name in inputs for inputs, _, _ in shares)), None)
-    where = [f"microbatches {', '.join(map(str, indices))} of DP rank {dp}" for _, indices, dp in shares if indices]
-    if name is not None:
-        ids = sorted({index for inputs, _, _ in shares for index in inputs.get(name, [])})
-        said = "; ".join(minibatch.name_sequence(index) for index in ids[:_MOST_NAMED])
-        where.append(f"{name} of {len(ids)} responses are not finite: {said}{' ...' if len(ids) > _MOST_NAMED else ''}")
-    advice = _INPUTS.get(name or "") or _GROWTH
-    return UserError(
-        message,
-        source=", ".join([role, *where]),
-        expected="a finite loss and a finite gradient norm",
-        hint=advice.format(role=role),
-    )
 
 
 def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: TrainedConfig) -> EagerStep:
@@ -79,107 +34,125 @@ def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: Tra
 
 
 @dataclass(frozen=True)
+class Pass:
+    """Gradients of one minibatch, not yet applied; `totals`: of `loss.metric_names`, equal on every rank."""
+
+    minibatch: TrainBatch
+    loss: StepLoss
+    rows: list[torch.Tensor]
+    totals: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class StepResult:
-    """Result of an optimizer step, equal on every rank except for `minibatch`.
+    """Result of an optimizer step, equal on every rank except for the minibatches.
 
     Attributes:
-        totals: metrics over microbatches and DP ranks: sums, or maxima for "max/...".
+        passes: minibatches whose gradients were added, with their totals.
+        totals: metrics over passes, microbatches and DP ranks: sums, or maxima for "max/...".
         grad_norm: global gradient norm before clipping.
+        loss: of the last pass.
         adapter_norm: norm of the adapters after the step; `None` without adapters.
     """
 
+    passes: list[Pass]
     totals: dict[str, float]
     grad_norm: float
     lr: float
     loss: StepLoss
-    minibatch: TrainBatch
     adapter_norm: float | None = None
 
 
 class OptimizerStep:
-    """Optimizer step of a role in two halves, each collective over the role."""
+    """Optimizer step of a role over the minibatches since the last one; each call is collective over the role."""
 
     def __init__(self, step: EagerStep, role: str) -> None:
         self._step, self._role = step, role
-        self._pending: tuple[TrainBatch, StepLoss, list[torch.Tensor], torch.Tensor] | None = None
+        self._passes: list[Pass] = []
 
     def forward_backward(self, minibatch: TrainBatch, loss: StepLoss) -> None:
-        """Accumulate the gradients of a loss over a minibatch.
+        """Add the gradients of a loss over a minibatch to those since the last step.
+
+        A call that fails drops all gradients.
 
         Raises:
-            UserError: a second call before `optim_step`; on every rank.
+            UserError: a second call before `optim_step`, and the first has reduced its gradients; on every rank.
         """
-        if self._pending is not None:
-            raise UserError(
-                "a second forward_backward before optim_step",
-                source=f"{self._role}.forward_backward()",
-                expected="optim_step() after each forward_backward(minibatch, loss)",
-                hint="gradients are not summed over minibatches: raise actor.ppo_mini_batch_size",
-            )
         step, optimizer = self._step, self._step.optimizer
+        passes, self._passes = self._passes if optimizer.has_gradients else [], []
+        if passes and any(stage.ddp_config.overlap_grad_reduce for stage in step.model.ddp):
+            from megatron_rl.training.step_failures import refuse_second_pass
+
+            raise refuse_second_pass(self._role)
         optimizer.restore()
-        step.prepare(minibatch, loss)
-        loss.is_pulled.zero_()
-        if step.model.routing is not None:
-            step.model.routing.clear()
-        optimizer.zero_grad()
+        step.prepare(minibatch, loss, adds=bool(passes))
+        if not passes:
+            if step.model.routing is not None:
+                step.model.routing.clear()
+            optimizer.zero_grad()
+        if all(earlier.loss is not loss for earlier in passes):
+            loss.is_pulled.zero_()
         rows = step.run(minibatch, loss)
         totals = _reduce(rows, loss, step.model.groups, minibatch.tokens.device)
-        self._pending = minibatch, loss, rows, totals
+        found = dict(zip(loss.metric_names, totals.unbind(), strict=True))
+        self._passes = [*passes, Pass(minibatch, loss, rows, found)]
 
-    def optim_step(self) -> StepResult:
-        """Update the weights with the accumulated gradients.
+    def optim_step(self, **given: Any) -> StepResult | None:
+        """Update the weights with the accumulated gradients; without any, change nothing and return `None`.
+
+        Args:
+            given: settings of this step only; see `Optimizer.advance_schedule`.
 
         Raises:
             LedgerError: the loss did not count the minibatch's tokens or weights; on every rank.
-            UserError: no gradients since the last call, a non-finite loss or gradient norm (the weights are kept), or a
-                norm of 0 although the loss has a gradient; on every rank.
+            UserError: a non-finite loss or gradient norm (the weights are kept), or a norm of 0 although the loss has a
+                gradient; on every rank.
         """
-        if self._pending is None:
-            raise UserError(
-                "an optimizer step without gradients",
-                source=f"{self._role}.optim_step()",
-                expected="forward_backward(minibatch, loss) before each optim_step()",
-                hint="gradients are used once; pass all sequences of an optimizer step as one minibatch",
-            )
-        (minibatch, loss, rows, totals), self._pending = self._pending, None
         optimizer, groups = self._step.optimizer, self._step.model.groups
-        found = dict(zip(loss.metric_names, totals.unbind(), strict=True))
-        is_sound = found["loss"].isfinite()
-        for ledger in minibatch.ledgers:
-            is_sound = is_sound & is_ledger_met(ledger, found["tokens"], found["weights"])
+        passes, self._passes = self._passes if optimizer.has_gradients else [], []
+        if not passes:
+            return None
+        optimizer.restore()
+        is_sound = torch.ones_like(optimizer.is_sound)
+        for one in passes:
+            is_sound = is_sound & one.totals["loss"].isfinite()
+            for ledger in one.minibatch.ledgers:
+                is_sound = is_sound & is_ledger_met(ledger, one.totals["tokens"], one.totals["weights"])
         optimizer.is_sound.copy_(is_sound)
-        lr = optimizer.advance_schedule()
+        lr = optimizer.advance_schedule(**given)
         grad_norm = self._step.finish()
         adapters: Any = self._step.model.trained
-        moved = [] if self._step.model.adapters is None else [adapters.measure_norm()[None]]
-        read = torch.cat([totals, grad_norm.double()[None], *moved]).tolist()  # the only host sync
-        values, norm, moved = read[: len(totals)], read[len(totals)], read[len(totals) + 1 :]
-        found = dict(zip(loss.metric_names, values, strict=True))
-        for ledger in minibatch.ledgers:
-            check_ledger(ledger, found["tokens"], found["weights"])
-        for quantity, value in (("loss", found["loss"]), ("gradient norm", norm)):
-            if not math.isfinite(value):
-                message = (
-                    f"the {quantity} of optimizer step {optimizer.steps + 1} is {value} (the weights are as before)"
-                )
-                losses = [float(row[loss.metric_names.index("loss")]) for row in rows]
-                raise explain_unsound(message, self._role, minibatch, losses, groups)
+        moved = [] if self._step.model.adapters is None else [adapters.measure_norm()]
+        totals = [value for one in passes for value in one.totals.values()]
+        read = iter(torch.stack([x.double() for x in (*totals, grad_norm, *moved)]).tolist())  # the only host sync
+        passes = [replace(one, totals={name: next(read) for name in one.totals}) for one in passes]
+        norm, *moved = read
+        for one in passes:
+            for ledger in one.minibatch.ledgers:
+                check_ledger(ledger, one.totals["tokens"], one.totals["weights"])
+        bad = next((one for one in passes if not math.isfinite(one.totals["loss"])), passes[-1])
+        if not (math.isfinite(norm) and math.isfinite(bad.totals["loss"])):
+            from megatron_rl.training.step_failures import explain_unsound
+
+            raise explain_unsound(bad, norm, optimizer.steps + 1, self._role, groups)
         if norm == 0:
-            is_pulled = loss.is_pulled.int()
+            is_pulled = torch.stack([one.loss.is_pulled for one in passes]).any().int()
             dist.all_reduce(is_pulled, op=dist.ReduceOp.MAX, group=groups.world)
             if is_pulled:
-                raise UserError(
-                    f"the gradient norm of optimizer step {optimizer.steps + 1} is exactly 0, and the gradient of the "
-                    "loss is not",
-                    source=f"{self._role}, the backward pass",
-                    expected="a gradient in the parameters that are trained",
-                    hint=f"a frozen embedding under {self._role}.recompute_granularity=full cuts the backward pass off "
-                    "(set none); parameters without their tensor_model_parallel mark are left out of the norm; a "
-                    "policy that gives every token of the minibatch a probability of 1 has nothing left to learn",
-                )
+                from megatron_rl.training.step_failures import explain_zero_norm
+
+                raise explain_zero_norm(optimizer.steps + 1, self._role)
         optimizer.count_step()
-        return StepResult(found, norm, lr, loss, minibatch, *moved)
+        return StepResult(passes, _join_totals(passes), norm, lr, passes[-1].loss, *moved)
+
+
+def _join_totals(passes: list[Pass]) -> dict[str, float]:
+    found = passes[0].totals
+    for one in passes[1:]:
+        for name, value in one.totals.items():
+            join: Any = max if name.startswith("max/") else sum
+            found = found | {name: join((found[name], value)) if name in found else value}
+    return found
 
 
 def _reduce(rows: list[torch.Tensor], loss: StepLoss, groups: ParallelGroups, device: torch.device) -> torch.Tensor:
@@ -202,9 +175,10 @@ def _reduce(rows: list[torch.Tensor], loss: StepLoss, groups: ParallelGroups, de
 
 
 def describe_ledgers(result: StepResult) -> dict[str, float]:
-    """Return numerator and denominator of each loss term as metrics `ledger/...`; empty if `minibatch.ledgers` is."""
-    return {
-        name: value
-        for ledger in result.minibatch.ledgers
-        for name, value in ledger_metrics(ledger, result.totals).items()
-    }
+    """Return numerator and denominator of each loss term as metrics `ledger/...`, sums over passes with a ledger."""
+    found: dict[str, float] = {}
+    for one in result.passes:
+        for ledger in one.minibatch.ledgers:
+            for name, value in ledger_metrics(ledger, one.totals).items():
+                found[name] = found[name] + value if name in found and name.startswith("ledger/") else value
+    return found

@@ -17,10 +17,10 @@ from megatron_rl.algorithms.catalog import POLICY_LOSSES
 from megatron_rl.algorithms.losses import (
     PolicyLossInputs,
     compute_policy_loss,
-    compute_sft_loss,
     register_policy_loss,
 )
 from megatron_rl.config.algorithm import AlgorithmConfig, DroOptions
+from megatron_rl.training.given_losses import compute_sft_loss
 from megatron_rl.types import UserError
 
 LENGTHS = [9, 4, 12, 7, 5]  # of packed sequences, their first two tokens being the prompt

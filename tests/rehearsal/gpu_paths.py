@@ -48,8 +48,8 @@ from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.planning.cluster import find_cluster
 from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.run.loading import load_config
+from megatron_rl.training.cuda_graph import check_graph_mode
 from megatron_rl.training.fast_path import find_fast_paths
-from megatron_rl.training.optimizer import check_step_mode
 from megatron_rl.training.policy_engine import PolicyEngine
 from megatron_rl.transfer import transports
 from megatron_rl.transfer.executor import Resharder
@@ -198,7 +198,7 @@ def captured_experts() -> list[str]:
     found = []
     for capability, dtype in (((9, 0), "bfloat16"), ((10, 0), "bfloat16"), ((9, 0), "float32"), ((8, 0), "bfloat16")):
         with patch.object(torch.cuda, "get_device_capability", lambda capability=capability: capability):
-            refused = _refusal(lambda dtype=dtype: check_step_mode(spec, cast(Any, shape), dtype))
+            refused = _refusal(lambda dtype=dtype: check_graph_mode(spec, cast(Any, shape), dtype))
             found.append(refused.removeprefix("actor.step_mode = graph, but "))
     return found
 

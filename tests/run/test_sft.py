@@ -15,7 +15,7 @@ import pytest
 import torch
 from chat_templates import write_chat_tokenizer
 
-import megatron_rl.training.roles.actor as roles_module
+import megatron_rl.training.given_losses as losses_module
 from distributed import run_ranks
 from megatron_rl.algorithms.aggregation import LedgerError
 from megatron_rl.data.sft_examples import load_sft_examples
@@ -29,7 +29,7 @@ def _train(rank: int, world_size: int, overrides: Sequence[str], lose: str) -> s
     """One run whose loss loses a token, or a part of a weight, of each microbatch; returns the error's text."""
     leave_out_curves()
     os.environ["WORLD_SIZE"] = str(world_size)
-    compute = roles_module.compute_sft_loss
+    compute = losses_module.compute_sft_loss
 
     def compute_wrongly(
         logprobs: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor
@@ -39,7 +39,7 @@ def _train(rank: int, world_size: int, overrides: Sequence[str], lose: str) -> s
             mask = mask & ~first
         return compute(logprobs, mask, torch.where(first, 0.9 * weights, weights) if lose == "weight" else weights)
 
-    roles_module.compute_sft_loss = compute_wrongly
+    losses_module.compute_sft_loss = compute_wrongly
     try:
         train_sft(load_config(None, overrides).config, None)
     except LedgerError as error:

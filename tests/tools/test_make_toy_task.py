@@ -60,8 +60,18 @@ def test_seed_changes_prompts_and_weights(tool, task, tmp_path):
         "validation.jsonl",
         "train_mixed.jsonl",
         "validation_mixed.jsonl",
+        "preferences.jsonl",
+        "preferences_validation.jsonl",
         "model/model.safetensors",
     }
+
+
+def test_preferences_prefer_answers(task):
+    for name, part in (("preferences", "train"), ("preferences_validation", "validation")):
+        answers = {row["prompt"]: row["answer"] for row in read(task, part)}
+        pairs = read(task, name)
+        assert {pair["prompt"] for pair in pairs} == {*answers} and len(pairs) > 2 * len(answers)
+        assert all(pair["chosen"] == answers[pair["prompt"]] != pair["rejected"] for pair in pairs)
 
 
 def test_rows_are_right_and_disjoint(task):

@@ -42,7 +42,7 @@ from actor_runs import (
 )
 from distributed import run_ranks
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.training.roles.actor import sft
+from megatron_rl.training.given_losses import sft
 from megatron_rl.types import UserError
 from tiny_models import save_tiny_model
 

@@ -24,7 +24,7 @@ from actor_runs import (
     score_with_transformers,
 )
 from distributed import run_ranks
-from megatron_rl.training.roles.actor import sft
+from megatron_rl.training.given_losses import sft
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.packed_experts import name_expert, split_experts, split_huggingface_experts
 from megatron_rl.weights.shard_box import box_slices

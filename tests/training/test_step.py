@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.optimizer import StepLoss, check_step_mode
+from megatron_rl.training.cuda_graph import check_graph_mode
+from megatron_rl.training.optimizer import StepLoss
 from megatron_rl.training.static_step import StaticInputs, describe_shape, find_shape
 from megatron_rl.types import UserError
 from shards import make_shape
@@ -184,20 +185,19 @@ def test_an_unsound_step_changes_neither_weights_nor_states(bad: float, message:
         assert found is not None and found[0].startswith(message) and found[1:] == (True, True)
 
 
-def _check(mode: Literal["static", "graph"]) -> None:
-    """Check that this machine runs a step mode; tests/rehearsal/test_gpu_paths.py covers GPUs with experts."""
-    config = ActorConfig(step_mode=mode)
+def _check() -> None:
+    """Check that this machine captures graphs; tests/rehearsal/test_gpu_paths.py covers GPUs with experts."""
+    config = ActorConfig(step_mode="graph")
     spec = RoleSpec(name="actor", path="-", section="actor", settings=config, head="logprob", trainable=True)
-    check_step_mode(spec, make_shape("qwen2"), "bfloat16")
+    check_graph_mode(spec, make_shape("qwen2"), "bfloat16")
 
 
 def test_graph_without_cuda_says_to_use_static() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.raises(UserError, match="step_mode=static") as caught:
-        _check("graph")
+        _check()
     assert caught.value.source == "actor.step_mode"
-    _check("static")
 
 
 def _name_metrics(rank: int, world_size: int) -> tuple[list[tuple[str, ...]], int]:

@@ -36,11 +36,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.losses import compute_sft_loss
 from megatron_rl.parallel.collectives import init_distributed, reduce_scalars, share_object
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.training.given_losses import compute_sft_loss
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.types import UserError
 from tools.benchmarks._bench_actor import (

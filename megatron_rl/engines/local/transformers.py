@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from megatron_rl.engines.protocol import EngineSpec, EngineWeights, Request, Sampled, share_params
+from megatron_rl.engines.token_requests import Scores
 from megatron_rl.engines.truncation import add_gumbel_noise, truncate
 from megatron_rl.engines.wrappers import WaitingRequests
 from megatron_rl.models.attention_backends import attend, build_segments
@@ -68,7 +69,7 @@ class _SeededGumbel(LogitsProcessor):
 class _Stopping(StoppingCriteria):
     """A criterion that ends rows at stop strings; `lengths` maps an ended row to its number of response tokens."""
 
-    def __init__(self, stop: StopStrings, requests: Sequence[Request], width: int) -> None:
+    def __init__(self, stop: StopStrings | None, requests: Sequence[Request], width: int) -> None:
         self._stop, self._requests, self._width = stop, requests, width
         self.lengths: dict[int, int] = {}
 
@@ -137,6 +138,15 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
             found.append(np.concatenate([part, shape.unknown(stop - start - len(part))]))
         return found
 
+    def _score(self, request: Request) -> torch.Tensor | None:
+        """Compute the log-probs [p, v] after each prompt token, if the request wants them."""
+        if request.extras is None or request.extras.prompt_top is None:
+            return None
+        ids = torch.from_numpy(request.tokens.astype(np.int64))[None].to(self._device)
+        logits = self._model(ids).logits[0].float()
+        self._chosen = []
+        return compute_all_logprobs(logits, logits.shape[1]) if self._bitwise else logits.log_softmax(-1)
+
     @torch.no_grad()
     def step(self) -> list[Sampled]:
         """Generate the next `max_num_seqs` responses to their end."""
@@ -150,8 +160,10 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
         for row, prompt in enumerate(prompts):  # left padding: generation continues at the right edge
             ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
             mask[row, width - len(prompt) :] = 1
+        after = [self._score(request) for request in batch]
         sampler = _SeededGumbel(batch, self._bitwise)
-        stopping = self._stop and _Stopping(self._stop, batch, width)
+        has_stops = self._stop or any(request.extras and request.extras.stop for request in batch)
+        stopping = _Stopping(self._stop, batch, width) if has_stops else None
         output = self._model.generate(
             ids.to(self._device),
             attention_mask=mask.to(self._device),
@@ -163,11 +175,17 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
             stopping_criteria=StoppingCriteriaList([stopping] if stopping else []),
         )
         tokens = output[:, width:].cpu()  # [b, s]
-        picked = torch.stack(sampler.logprobs, 1).cpu().gather(2, tokens[..., None])[..., 0]  # [b, s]
+        whole = torch.stack(sampler.logprobs, 1)  # [b, s, v]
+        picked = whole.cpu().gather(2, tokens[..., None])[..., 0]  # [b, s]
         steps = [kept.split() for kept in sampler.kept]
         sets = [KeptSets.join(parts) for parts in zip(*steps, strict=True)] if steps else [None] * len(batch)
         lengths = [stopping.lengths.get(row) if stopping else None for row in range(len(batch))]
         found = [self._cut(*row) for row in zip(batch, tokens, picked, sets, lengths, strict=True)]
+        for row, (one, request) in enumerate(zip(found, batch, strict=True)):
+            if request.extras is not None:
+                logprobs = whole[row, : len(one.tokens)]
+                scores = Scores.compute(request.extras, request.tokens, logprobs, after[row])
+                found[row] = replace(one, scores=scores)
         spans = [(width - len(prompt), width + len(one.tokens)) for one, prompt in zip(found, prompts, strict=True)]
         return [replace(one, routes=part) for one, part in zip(found, self._take_routes(spans), strict=True)]
 

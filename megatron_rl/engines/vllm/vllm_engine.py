@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
+from megatron_rl.engines.token_requests import Scores
 from megatron_rl.engines.vllm.vllm_library import (
     keep_memory_pools,
     own_world,
@@ -138,6 +139,9 @@ class VllmEngine:
     def add(self, requests: Sequence[Request]) -> None:
         """Add requests, which start at the next step."""
         arguments = [list_sampling_arguments(str(request.key), request) for request in requests]
+        for one, extras in zip(arguments, (request.extras for request in requests), strict=True):
+            if extras is not None:
+                one |= dict(logprobs=extras.top, prompt_logprobs=extras.prompt_top)
         # The objects are not shared by requests; log-probs come as flat lists instead of a dictionary per token.
         params = [self._sampling_params(skip_clone=True, flat_logprobs=True, **one) for one in arguments]
         with self._running():
@@ -161,8 +165,9 @@ class VllmEngine:
         for output in outputs:
             key, last = self._keys[output.request_id], output.outputs[0]
             reason = "stop" if last.finish_reason == "stop" or self._completes_text(key, last.token_ids) else "length"
-            finished.append(self._end(key, last.token_ids, last.logprobs, reason, output.num_cached_tokens))
-        if self._stop is None:
+            logprobs = last.logprobs, output.prompt_logprobs
+            finished.append(self._end(key, last.token_ids, logprobs, reason, output.num_cached_tokens))
+        if self._stop is None and not any(request.extras for request in self._requests.values()):
             return finished
         # vLLM without a tokenizer cannot detect stop strings.
         states = self._llm.llm_engine.output_processor.request_states
@@ -171,7 +176,7 @@ class VllmEngine:
         return finished + [replace(one, finish_reason="stop") for one in stopped]
 
     def _completes_text(self, key: int, sampled: Sequence[int]) -> bool:
-        return self._stop is not None and bool(sampled) and self._requests[key].ends_by(self._stop, sampled)
+        return bool(sampled) and self._requests[key].ends_by(self._stop, sampled)
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
         """Remove requests, but keep their prefix-cache blocks for continuations; return partial responses."""
@@ -179,13 +184,14 @@ class VllmEngine:
         names = {key: self._names[key] for key in keys if key in self._names}
         for key, name in names.items():  # vLLM returns no output for aborted requests
             state = engine.output_processor.request_states[name]
-            tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+            tokens, found = state.detokenizer.output_token_ids, state.logprobs_processor
+            logprobs = found.logprobs, found.prompt_logprobs
             partial.append(self._end(key, tokens, logprobs, "interrupted", state.num_cached_tokens))
         engine.abort_request(list(names.values()), internal=True)
         return partial
 
     def _end(
-        self, key: int, token_ids: Sequence[int], logprobs: Any, finish_reason: str, num_cached: int | None
+        self, key: int, token_ids: Sequence[int], found: tuple[Any, Any], finish_reason: str, num_cached: int | None
     ) -> Sampled:
         name, request = self._names.pop(key), self._requests.pop(key)
         del self._keys[_short(name)]
@@ -194,10 +200,13 @@ class VllmEngine:
             assert self._kept is not None, "config.feature_checks refuses it"
             kept = self._kept.take(str(key), len(request.tokens), len(token_ids))
         routes = None if self._routes is None else self._routes.take(name, len(request.tokens) + len(token_ids))
-        tokens, picked = np.array(token_ids, np.int32), np.full(len(logprobs), np.nan, np.float32)
-        if logprobs.token_ids == list(token_ids):  # otherwise `check_sampled` raises on all ranks
-            picked[:] = logprobs.logprobs
-        return Sampled(key, tokens, picked, finish_reason, kept, num_cached if len(tokens) else None, routes)
+        logprobs, places = found[0], found[0].start_indices  # at each place the sampled token, then the likeliest
+        tokens, picked = np.array(token_ids, np.int32), np.full(len(places), np.nan, np.float32)
+        if [logprobs.token_ids[i] for i in places] == list(token_ids):  # otherwise `check_sampled` raises on all ranks
+            picked[:] = [logprobs.logprobs[i] for i in places]
+        scores = None if request.extras is None else Scores.read_flat(request.extras, *found)
+        num_cached = num_cached if len(tokens) else None
+        return Sampled(key, tokens, picked, finish_reason, kept, num_cached, routes, scores=scores)
 
     def has_requests(self) -> bool:
         """Return whether any request runs or waits."""

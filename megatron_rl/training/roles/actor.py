@@ -7,15 +7,15 @@ that a role does not use only exchange columns, so roles on disjoint ranks run c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from megatron_rl.algorithms.catalog import find_early_reader_of_loss, has_importance_weights
-from megatron_rl.algorithms.losses import compute_policy_loss, compute_sft_loss
+from megatron_rl.algorithms.losses import compute_policy_loss
 from megatron_rl.algorithms.plugin_types import PolicyLossInputs
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.collectives import broadcast_tensors, share_object
@@ -27,14 +27,11 @@ from megatron_rl.training.optimizer import Optimizer, StepLoss
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.token_heads import LogprobHead
-from megatron_rl.training.update import OptimizerStep, StepResult, build_step, describe_ledgers
+from megatron_rl.training.update import OptimizerStep, build_step, describe_ledgers
 from megatron_rl.types import UserError
 
-# User-defined loss: (microbatch, logprobs [t], entropy [t]) -> scalar loss, whose sum over microbatches is minimized,
-# and metrics by name: sums over the tokens in the loss, or maxima if the name begins with "max/". The sum of
-# token losses times `microbatch.loss_weights` [t] is their mean over the minibatch by `algorithm.loss_agg_mode`.
-LossFunction = Callable[[TrainBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-_COUNTED = ("loss", "tokens", "weights")
+if TYPE_CHECKING:
+    from megatron_rl.training.given_losses import LossFunction
 
 
 class Actor:
@@ -64,7 +61,7 @@ class Actor:
         self._kl_coef = torch.zeros((), device=self.model.device)
         self._is_first_pass = torch.zeros((), dtype=torch.bool, device=self.model.device)
         self._policy_loss = StepLoss("policy", self._compute_policy_loss, self.model.device)
-        self._given_loss = StepLoss("given", compute_given_loss, self.model.device)
+        self._given_loss: StepLoss | None = None
 
     @property
     def policy_version(self) -> int:
@@ -92,8 +89,8 @@ class Actor:
         """Compute the sum over the vocabulary of squared probabilities, [t] float32."""
         return self.model.compute_forward(batch, self.head.compute_sum_pi_squared)
 
-    def forward_backward(self, minibatch: TrainBatch, loss: AlgorithmConfig | LossFunction) -> None:
-        """Compute the gradients of a loss over a minibatch, summed over microbatches and DP replicas.
+    def forward_backward(self, minibatch: TrainBatch, loss: AlgorithmConfig | LossFunction | StepLoss) -> None:
+        """Add the gradients of a loss over a minibatch, summed over microbatches and DP replicas.
 
         Args:
             minibatch: without `old_logprobs` the policy loss uses its own detached log-probs and the importance weights
@@ -108,7 +105,13 @@ class Actor:
                 weights = others if has_importance_weights(loss) else None
                 minibatch = replace(minibatch, old_logprobs=others, importance_weights=weights)
             step_loss, settings = self._policy_loss, replace(loss, kl_coef=0.0)
+        elif isinstance(loss, StepLoss):
+            step_loss, settings = loss, loss.settings
         else:
+            if self._given_loss is None:
+                from megatron_rl.training.given_losses import compute_given_loss
+
+                self._given_loss = StepLoss("given", compute_given_loss, self.model.device)
             step_loss, settings = self._given_loss, loss
         if self.model.routing is not None:
             minibatch = replace(minibatch, flipped=torch.zeros_like(minibatch.loss_mask))
@@ -120,20 +123,24 @@ class Actor:
 
             self.mtp.forward_backward(minibatch, list_inputs(self.model, hidden, minibatch))
 
-    def optim_step(self) -> dict[str, float]:
-        """Update the weights and return metrics, equal on every rank.
+    def optim_step(self, **given: Any) -> dict[str, float]:
+        """Update the weights and return metrics, equal on every rank; without gradients, do nothing and return none.
 
         Metrics of a user-defined loss are means per token, as `<function name>/<metric>`.
         """
-        result = self._update.optim_step()
+        result = self._update.optim_step(**given)
+        if result is None:
+            return {}
         routing = self.model.routing
         stages, rate = self.model.stages, self._router_bias_rate
-        beside = {} if routing is None else routing.finish(result.minibatch, stages, rate)
+        beside = {} if routing is None else routing.finish([one.minibatch for one in result.passes], stages, rate)
         if self.mtp is not None:
             groups = self.model.groups
             beside |= share_object(self.mtp.optim_step(), groups.pp, groups.last_stage_rank)
         totals, tokens = result.totals, max(result.totals["tokens"], 1.0)
-        if result.loss is self._given_loss:
+        if result.loss is not self._policy_loss:
+            from megatron_rl.training.given_losses import describe_given_loss
+
             return {**describe_given_loss(result), **beside}
         return {
             "policy/loss": totals["loss"],
@@ -185,39 +192,6 @@ class Actor:
         )
 
 
-def compute_given_loss(
-    function: LossFunction,
-    microbatch: TrainBatch,
-    *found_by_head: torch.Tensor,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Call a `LossFunction` and check its results; add counts of the tokens and weights in the loss."""
-    found = function(microbatch, *found_by_head[:2])
-    loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-    if not (isinstance(loss, torch.Tensor) and loss.ndim == 0 and isinstance(metrics, dict)):
-        hint = "sum the losses of the tokens, times microbatch.loss_weights (docs/primitives.md)"
-        expected = "a tuple of a tensor without dimensions and a dict of such tensors"
-        raise UserError(f"the loss function returned {found!r:.80}", source="loss", expected=expected, hint=hint)
-    mask = microbatch.loss_mask
-    counted = {
-        "loss": loss.detach(),
-        "tokens": mask.sum().float(),
-        "weights": torch.where(mask, microbatch.loss_weights, 0.0).sum(),
-    }
-    return loss, counted | metrics
-
-
-def describe_given_loss(result: StepResult) -> dict[str, float]:
-    """Return the metrics of a step with a user-defined loss."""
-    totals, name = result.totals, getattr(result.loss.settings, "__name__", "loss")
-    tokens = max(totals["tokens"], 1.0)
-    reported = {
-        f"{name}/{key}": total if key.startswith("max/") else total / tokens
-        for key, total in totals.items()
-        if key not in _COUNTED
-    }
-    return {f"{name}/loss": totals["loss"], "policy/grad_norm": result.grad_norm, "policy/lr": result.lr, **reported}
-
-
 _READ_BY_UPDATE = (
     *("old_logprobs", "ref_logprobs", "advantages", "importance_weights", "chosen"),
     *("teacher_top_k", "teacher_hidden", "update_logprobs", "update_entropy"),
@@ -257,9 +231,17 @@ class RoleOnSamples:
         check_kind(samples, Experience, "logprobs(samples), values(samples)")
         return Column(function(self.read(samples)), samples.pack(self.packer))
 
-    def optim_step(self) -> dict[str, float]:
-        """Update the weights of a trained role; return metrics, equal on the role's ranks."""
-        return self.role.optim_step()
+    def optim_step(self, **given: Any) -> dict[str, float]:
+        """Update the weights of a trained role; return metrics, equal on the role's ranks; none without gradients.
+
+        Args:
+            given: lr, betas, eps, weight_decay, grad_clip_norm of this step, instead of the config's.
+        """
+        if given:
+            from megatron_rl.training.datums import check_step_settings
+
+            check_step_settings(given, self.packer.config)
+        return self.role.optim_step(**given)
 
     def _read_minibatch(self, minibatch: Minibatch, names: Sequence[str]) -> TrainBatch:
         """Return this rank's share of a minibatch; empty outside of the role."""
@@ -285,6 +267,7 @@ class ActorOnSamples(PolicyOnSamples):
     def __init__(self, role: Any, packer: Packer) -> None:
         super().__init__(role, packer)
         self.records_routes = getattr(packer.config, "router_replay", "off") == "trainer"
+        self._datum_passes: Any = None
 
     def read(self, samples: Experience, *names: str) -> TrainBatch:
         """Return this rank's share of the samples, with the expert choices to replay, if there are any."""
@@ -314,7 +297,7 @@ class ActorOnSamples(PolicyOnSamples):
         return Column(values, packing, Holders(packing.holders.replica_of, np.array(last_stage)))
 
     def forward_backward(self, minibatch: Minibatch, loss: AlgorithmConfig | LossFunction) -> None:
-        """Compute the gradients of a policy loss, or of a function (see `roles.actor.LossFunction`), over a minibatch.
+        """Add the gradients of a policy loss, or of a function (see `given_losses.LossFunction`), over a minibatch.
 
         A policy loss also records its log-probs and entropies, and `old_logprobs` if they are missing.
 
@@ -334,6 +317,25 @@ class ActorOnSamples(PolicyOnSamples):
                 broadcast_tensors([seen], groups.last_stage_rank, groups.pp)
             samples.old_logprobs = self.as_column(samples, seen)
 
+    def forward_backward_datums(
+        self, datums: Sequence[Any], loss: Any, config: Mapping[str, float] | None = None, *, backward: bool = True
+    ) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Add the gradients of a summed loss over `training.datums.Datum`s, equal on all ranks.
+
+        Args:
+            loss: "cross_entropy" or another name of `algorithms.summed_losses`, or a `training.datums.DatumLoss`.
+            config: settings of the loss.
+            backward: whether there are gradients; else they stay as before.
+
+        Returns:
+            The log-probs of each datum's targets, and the sums "loss:sum" and "tokens:sum"; on every rank.
+        """
+        if self._datum_passes is None:
+            from megatron_rl.training.datums import DatumPasses
+
+            self._datum_passes = DatumPasses(self.role, self.packer)
+        return self._datum_passes.run(datums, loss, config or {}, backward=backward)
+
     def _make_room(self, samples: Experience, loss: AlgorithmConfig) -> None:
         """Allocate columns that the last stage fills during an update."""
         batch = self.read(samples)
@@ -350,10 +352,3 @@ class ActorOnSamples(PolicyOnSamples):
             nothing = torch.full_like(batch.rollout_logprobs, torch.nan)
             samples.update_logprobs = self.as_update(samples, nothing)
             samples.update_entropy = self.as_update(samples, nothing.clone())
-
-
-def sft(
-    microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute the negative log-likelihood of the tokens in the loss."""
-    return compute_sft_loss(logprobs, microbatch.loss_mask, microbatch.loss_weights)

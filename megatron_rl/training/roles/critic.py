@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -45,12 +46,14 @@ class Critic:
         return self.model.compute_forward(batch, self.head)
 
     def forward_backward(self, minibatch: TrainBatch) -> None:
-        """Compute the gradients of the squared error to `minibatch.returns`, clipped around `minibatch.values`."""
+        """Add the gradients of the squared error to `minibatch.returns`, clipped around `minibatch.values`."""
         self._update.forward_backward(minibatch, self._value_loss)
 
-    def optim_step(self) -> dict[str, float]:
+    def optim_step(self, **given: Any) -> dict[str, float]:
         """Update the weights and return metrics; the explained variance refers to the values before the update."""
-        result = self._update.optim_step()
+        result = self._update.optim_step(**given)
+        if result is None:
+            return {}
         totals = result.totals
         return {
             "value/loss": totals["loss"],
@@ -77,7 +80,7 @@ class CriticOnSamples(RoleOnSamples):
         return self.compute(self.role.compute_values, samples)
 
     def forward_backward(self, minibatch: Minibatch) -> None:
-        """Compute the gradients of the value loss over a minibatch."""
+        """Add the gradients of the value loss over a minibatch."""
         self.role.forward_backward(self._read_minibatch(minibatch, ("values", "returns")))
 
 

@@ -215,7 +215,7 @@ class AbsentRole:
     def forward_backward(self, minibatch: TrainBatch, loss: Any = None) -> None:
         """Do nothing."""
 
-    def optim_step(self) -> dict[str, float]:
+    def optim_step(self, **given: Any) -> dict[str, float]:
         """Return no metrics."""
         return {}
 

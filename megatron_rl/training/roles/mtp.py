@@ -14,12 +14,12 @@ from dataclasses import fields, replace
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.losses import compute_sft_loss
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.models.attention import PackedSequences
 from megatron_rl.models.other_stages import MtpModel
 from megatron_rl.models.stages import HiddenStatesModel
 from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.training.given_losses import compute_sft_loss
 from megatron_rl.training.optimizer import Optimizer, StepLoss
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
@@ -138,6 +138,7 @@ class Mtp:
     def optim_step(self) -> dict[str, float]:
         """Update the weights and return metrics, equal on every rank of the layer."""
         result = self._update.optim_step()
+        assert result is not None, "the policy has gradients"
         tokens = max(result.totals["tokens"], 1.0)
         return {
             "mtp/loss": result.totals["loss"],

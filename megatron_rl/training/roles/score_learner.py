@@ -19,8 +19,8 @@ from megatron_rl.algorithms.preference_losses import Pairwise, ScoredResponses
 from megatron_rl.config.algorithm import PreferenceConfig
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.training.given_losses import compute_given_loss, describe_given_loss
 from megatron_rl.training.optimizer import Optimizer, StepLoss
-from megatron_rl.training.roles.actor import compute_given_loss, describe_given_loss
 from megatron_rl.training.roles.frozen import RewardModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.update import OptimizerStep, build_step
@@ -145,7 +145,8 @@ class ScoreLearner(RewardModel):
 
     def optim_step(self) -> dict[str, float]:
         """Update the weights and return metrics; those of the loss are means per token."""
-        return describe_given_loss(self._update.optim_step())
+        result = self._update.optim_step()
+        return describe_given_loss(result) if result else {}
 
 
 def score_responses(role: Any, batch: TrainBatch, count: int) -> np.ndarray:
