@@ -343,11 +343,11 @@ _DATA: dict[str, Alias] = {
     **each("image_key video_key audio_key image_patch_size return_multi_modal_inputs", Ignored(_TEXT)),
     **each(
         "custom_cls.path datagen.path",
-        Only((), "there is no loading of verl's data set classes; pass rows to Trainer(data=...)"),
+        Only((), "verl's data set classes need verl; a function that returns rows: data.train_files=[path.py:name]"),
     ),
     "sampler.class_path": Only(
         (),
-        "there is no loading of samplers; data.shuffle=false keeps the order of the files",
+        "verl's samplers need verl; a function of (prompts, epoch) that returns indices: data.shuffle=path.py:name",
     ),
     **each("custom_cls.name sampler.class_name datagen.name", Ignored("it belongs to a file that is given")),
 }

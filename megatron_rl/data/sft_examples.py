@@ -48,7 +48,7 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
         prompt, is_too_long = tokenize_prompt(row, tokenizer, cfg, read_tools(row))
         if prompt is None:
             return None, True
-        prompt = Prompt(row.index, prompt.tokens, text="", ground_truth=None)
+        prompt = Prompt(row.index, prompt.tokens, text="", ground_truth=None, row=row.columns)
         return Rollout.from_response(prompt, 0, np.asarray(response, np.int32), None, "stop"), is_too_long
 
     counts, starts = Counter[str](), list[int]()
@@ -92,7 +92,7 @@ def _fit_conversation(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> tuple[
     if not branches or (longest > limit and cfg.overlong_prompts == "drop"):
         return None, True
     first = branches[0]
-    prompt = Prompt(row.index, first.tokens[: first.num_prompt_tokens], text="", ground_truth=None)
+    prompt = Prompt(row.index, first.tokens[: first.num_prompt_tokens], "", ground_truth=None, row=row.columns)
     return Rollout(prompt, 0, branches, [], "stop"), longest > limit
 
 

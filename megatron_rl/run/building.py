@@ -18,6 +18,7 @@ from megatron_rl.checkpoint.files import find_model_files
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_order import PromptBatches
+from megatron_rl.data.prompts import PromptSet
 from megatron_rl.engines.build import BuiltEngine, build_engine
 from megatron_rl.engines.protocol import EngineSpec, EngineWeights, ProbedEngine
 from megatron_rl.observability.progress import RolloutProgress
@@ -258,11 +259,11 @@ def _build_engine(
     return built
 
 
-def order_prompts(config: RunConfig, prompts: Sequence[T], file_sizes: Sequence[int]) -> PromptBatches[T]:
-    """Return the batches of a run's training data, of which `file_sizes` lists the size of each file."""
-    data = config.data
-    batch_size, seed = data.train_batch_size, config.trainer.seed
-    return PromptBatches(prompts, batch_size, data.shuffle, seed, weights=data.weights, file_sizes=file_sizes)
+def order_prompts(config: RunConfig, train: PromptSet, prompts: Sequence[T]) -> PromptBatches[T]:
+    """Return the batches of a run's training data, the prompts or examples of `train`."""
+    data, sizes = config.data, train.file_sizes
+    order, seed = train.find_order(data.shuffle), config.trainer.seed
+    return PromptBatches(prompts, data.train_batch_size, order, seed, weights=data.weights, file_sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ def build_rollout_members(
             roles["reward_model"],
             Packer(roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device),
         )
-    prompts = order_prompts(config, inputs.train.prompts, inputs.train.file_sizes)
+    prompts = order_prompts(config, inputs.train, inputs.train.prompts)
     if parts.rollouts:
         return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, model)
     read = inputs.stop.read if inputs.stop else decode

@@ -47,7 +47,7 @@ class SftTrainer:
         packer = Packer(actor.model, layout, plan, config.algorithm, self.process.device)
         watched = self.run.timers.watch(actor, forward_backward="update", optim_step="update")
         self.actor = ActorOnSamples(watched, packer)
-        self.examples = order_prompts(config, inputs.data.examples, inputs.data.file_sizes)
+        self.examples = order_prompts(config, inputs.data, inputs.data.examples)
         self.checkpoints = Checkpoints(
             config,
             opened,

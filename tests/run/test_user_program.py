@@ -67,6 +67,7 @@ SAME = """
 import json
 import sys
 import megatron_rl
+import numpy as np
 
 model, out, kind, file = sys.argv[1:]
 rows = [json.loads(line) for line in open(file)]
@@ -77,22 +78,31 @@ def count(data_source, solution_str, ground_truth, extra_info):
 def count_batch(completions, **columns):
     return [float(sum(c.isdigit() for c in text)) for text in completions]
 
+def make():
+    return rows
+
+def order(prompts, epoch):
+    return np.random.default_rng([1, epoch]).permutation(len(prompts))
+
 config = {"model.dtype": "float32", "data": {"train_batch_size": 2, "max_response_length": 8, "max_prompt_length": 16},
           "rollout": {"engine": "hf", "n": 2}, "trainer": {"total_steps": 2, "run_dir": out, "save_final": False}}
-data, reward = (file, count) if kind == "file" else (rows, count_batch)
-megatron_rl.Trainer(model, config, data=data, reward=reward).train()
+data, reward = {"file": (file, count), "object": (rows, count_batch), "function": ([__file__ + ":make"], count)}[kind]
+if kind == "function":
+    config["data"]["shuffle"] = __file__ + ":order"
+if __name__ == "__main__":  # the file is imported for its functions, too
+    megatron_rl.Trainer(model, config, data=data, reward=reward).train()
 """
 
 
 def test_rows_and_a_batch_function_train_like_a_file_and_a_function(task: Path, tmp_path: Path) -> None:
-    """The records of both programs are equal to the last bit."""
+    """The records of the programs are equal to the last bit, also with rows and their default order by functions."""
     (tmp_path / "program.py").write_text(SAME)
-    for kind in ("file", "object"):
+    for kind in ("file", "object", "function"):
         (tmp_path / kind).mkdir()
         arguments = (task / "model", tmp_path / kind / "run", kind, task / "train.jsonl")
         assert_succeeded(fork_ranks(partial(run_script, tmp_path / "program.py", *arguments), 1, tmp_path / kind))
-    first, second = (read_records(tmp_path / kind / "run") for kind in ("file", "object"))
-    assert len(first) == 2 and first == second
+    first, second, third = (read_records(tmp_path / kind / "run") for kind in ("file", "object", "function"))
+    assert len(first) == 2 and first == second == third
 
 
 def f(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
