@@ -62,16 +62,16 @@ def group_timeout(config: RunConfig) -> timedelta:
 
 
 def check_agreement(chosen: list[str]) -> None:
-    """Refuse ranks with different layouts, commits of the hub or passed rows (UserError on every rank); collective."""
+    """Refuse ranks with different layouts, commits of the hub or objects (UserError on every rank); collective."""
     found = gather_objects(chosen, world())
     rank = next((rank for rank, lines in enumerate(found) if lines != found[0]), None)
     if rank is not None:
         mine, other = ("; ".join(line for line in found[r] if line not in found[rank - r]) for r in (0, rank))
         raise UserError(
             f"the ranks do not agree: {mine or 'none'} on rank 0, {other or 'none'} on rank {rank}",
-            source="layout.mode, the settings with names of the hub, or rows that were passed (set?digest)",
-            expected="equal memory and local directories on all nodes, one commit of each name, and the same rows",
-            hint="set the layout (tools/plan.py lists those that fit), write ID@COMMIT, or sort the rows",
+            source="layout.mode, the settings with names of the hub, or objects that were passed (object:digest)",
+            expected="equal memory and local directories on all nodes, one commit of each name, and the same objects",
+            hint="set the layout (tools/plan.py lists those that fit), write ID@COMMIT, sort rows, or seed a new model",
         )
 
 

@@ -54,10 +54,11 @@ class Prepared:
     chosen: list[str]
 
     def join(self) -> Process:
-        """Start the process group; refuse ranks with other layouts, hub commits or rows (UserError); collective."""
+        """Start the process group; refuse ranks with other layouts, hub commits or objects (UserError); collective."""
         process = init_distributed(group_timeout(self.config) / timedelta(minutes=1))
-        files = self.config.data.train_files + self.config.data.validation_files
-        check_agreement(self.chosen + [name for name in files if name.startswith(OBJECT)])
+        data, model = self.config.data, self.config.model.path
+        files = [model, *data.train_files, *data.validation_files]
+        check_agreement(self.chosen + [name for name in files if OBJECT in name])
         return process
 
 
