@@ -43,6 +43,13 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
         value = row.columns[cfg.prompt_key]
         last = value[-1] if isinstance(value, list) and value else None
         if isinstance(last, dict) and last.get("role") == "assistant":
+            if row.columns.get(cfg.answer_key) is not None:
+                raise UserError(
+                    f'a conversation that ends with a reply, and a response in column "{cfg.answer_key}"',
+                    source=row.location,
+                    expected="one of the two: each reply of a conversation is learned",
+                    hint="remove the column or the last reply, or set data.answer_key to a column that is absent",
+                )
             return _fit_conversation(row, tokenizer, cfg)
         response = _encode_response(row, tokenizer, cfg)
         prompt, is_too_long = tokenize_prompt(row, tokenizer, cfg, read_tools(row))

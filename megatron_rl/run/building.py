@@ -18,7 +18,6 @@ from megatron_rl.checkpoint.files import find_model_files
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_order import PromptBatches
-from megatron_rl.data.prompts import PromptSet
 from megatron_rl.engines.build import BuiltEngine, build_engine
 from megatron_rl.engines.protocol import EngineSpec, EngineWeights, ProbedEngine
 from megatron_rl.observability.progress import RolloutProgress
@@ -41,6 +40,7 @@ from megatron_rl.weights.shard_box import find_aliases
 
 if TYPE_CHECKING:
     from megatron_rl.agents.in_rank import AnyEpisodes
+    from megatron_rl.data.prompts import PromptSet
     from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.parallel.layout import ParallelLayout
     from megatron_rl.training.roles.actor import Actor
