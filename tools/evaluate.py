@@ -26,7 +26,10 @@ from megatron_rl.run.loading import load_config
 from tools._arguments import Arguments
 
 # Required by the schema, unused in an evaluation.
-_NOT_READ = ("data.train_files=[none]", "data.weights=null", "data.pass_rates=null", "data.train_batch_size=1")
+_NOT_READ = (
+    *("data.train_files=[none]", "data.weights=null", "data.pass_rates=null", "data.train_batch_size=1"),
+    "data.shuffle=true",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

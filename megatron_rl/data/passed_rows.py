@@ -33,7 +33,7 @@ def pass_rows(name: str, data: Any) -> list[str]:
     Args:
         name: of the set in metrics.
         data: rows (mappings with the columns of a file), texts (prompts), or paths: an iterable, a data set of torch,
-            or a DataFrame.
+            a DataFrame, or a function or class that returns one of these.
 
     Raises:
         UserError: no rows, too many, or something else than rows.
@@ -55,10 +55,11 @@ def pin_function(name: str, setting: str) -> str:
     source, function = f"{setting} = {name}", find_function(name, setting, "a function or class")
     if setting == "data.shuffle":
         return f"{name}?{blake2b(Path(name.rpartition(':')[0]).read_bytes(), digest_size=12).hexdigest()}"
-    return _register(name, call_function(function, source), source)
+    return _register(name, function, source)
 
 
 def _register(name: str, data: Any, source: str) -> str:
+    data = call_function(data, source) if callable(data) else data
     if not isinstance(data, Iterable) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         data = map(data.__getitem__, range(len(data)))  # a data set of torch
     if isinstance(data, Mapping | str | bytes) or not isinstance(data, Iterable):

@@ -7,6 +7,7 @@ Worker processes import this module: it depends on `types.py` only.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import importlib.util
 import os
@@ -159,13 +160,18 @@ def locate(error: BaseException, file: str) -> str:
 def find_function(name: str, setting: str, expected: str) -> Callable[..., Any]:
     """Import the function or class `path.py:name` that a setting names (UserError if there is none)."""
     path, _, attribute = name.rpartition(":")
-    function = getattr(import_file(path, setting, f"path.py:name, {expected}"), attribute, None)
+    if not path or not attribute.isidentifier():
+        hint = "write the file and the function, e.g. mine.py:make"
+        raise UserError(f"{name!r} names no function", source=setting, expected=f"path.py:name, {expected}", hint=hint)
+    module = import_file(path, setting, f"path.py:name, {expected}")
+    function = getattr(module, attribute, None)
     if not callable(function):
+        close = difflib.get_close_matches(attribute, vars(module), n=1)
         raise UserError(
             f'the file defines no function or class "{attribute}"',
             source=f"{setting} = {name}",
             expected=expected,
-            hint="correct the name",
+            hint=f"did you mean {close[0]}?" if close else "correct the name",
         )
     return function
 

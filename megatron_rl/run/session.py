@@ -174,6 +174,8 @@ class Session:
         UserError: bad input; on every rank alike, before any process group exists.
     """
 
+    has_ended = False
+
     def __init__(self, model: Any = None, config: Any = None, overrides: Sequence[str] = (), **passed: Any) -> None:
         prepared = model if isinstance(model, Prepared) else prepare(model, config, overrides, passed)
         self.config, self.inputs, self.plan = prepared.config, prepared.inputs, prepared.inputs.plan
@@ -237,6 +239,13 @@ class Session:
     @contextmanager
     def session(self) -> Iterator[None]:
         """Log a description of the run and report errors (see `Guard`); close everything at the end."""
+        if self.has_ended:
+            raise UserError(
+                "the loop of a trainer that has ended",
+                source="train()",
+                expected="a trainer of one run, whose engine and files are closed at its end",
+                hint="make the Trainer again; with the same trainer.run_dir it resumes",
+            )
         try:
             with self.guard.reporting():
                 self.run.log.info("run directory: %s", self.run.dir)
@@ -301,6 +310,7 @@ class Session:
 
     def close(self) -> None:
         """Release the engine, end reward workers and close logs and metrics."""
+        self.has_ended = True
         self.guard.close()
         self.policy.close()
         self.run.close()

@@ -148,6 +148,11 @@ def _save_model(model: Any, passed: dict[str, Any]) -> Path:
         )
         held = getattr(getattr(model, "config", None), "_name_or_path", None) or "models/Qwen2.5-0.5B-Instruct"
         raise _refuse(f"model = {model!r:.80}", "model", f'write model="{held}"', expected)
+    if not model.can_generate():
+        hint = "load it by AutoModelForCausalLM"
+        raise _refuse(
+            f"a {type(model).__name__}, which generates no text", "model", hint, "a language model with its head"
+        )
     import filelock
 
     from megatron_rl.checkpoint.files import TOKENIZER_FILES, copy_side_files, explain_write_error, publish

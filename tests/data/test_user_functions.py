@@ -125,6 +125,8 @@ def test_a_function_orders_the_prompts_of_each_epoch(code: str) -> None:
         ("half", "0.5"),
         ("none", "None"),
         ("rows", "raised TypeError"),
+        ("latr", "did you mean later"),
+        ("5", "names no function"),
     ],
 )
 def test_other_orders_are_refused(code: str, name: str, found: str) -> None:

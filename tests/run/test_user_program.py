@@ -99,7 +99,14 @@ if kind == "object":
 if kind == "function":
     config["data"]["shuffle"] = __file__ + ":order"
 if __name__ == "__main__":  # the file is imported for its functions, too
-    megatron_rl.Trainer(model, config, data=data, reward=reward).train()
+    trainer = megatron_rl.Trainer(model, config, data=data, reward=reward)
+    trainer.train()
+    try:
+        trainer.train()
+    except megatron_rl.UserError as error:
+        assert str(error).startswith("the loop of a trainer that has ended")
+    else:
+        sys.exit("it trained twice")
 """
 
 
@@ -252,6 +259,8 @@ def test_a_model_object_needs_a_tokenizer(task: Path, tmp_path: Path, monkeypatc
     given = {"processing_class": AutoTokenizer.from_pretrained(task / "model"), "data": ROWS}
     config = read_program(model, None, [], given)[0]
     assert Path(config.model.path, "tokenizer.json").is_file() and not [*tmp_path.glob("*/tmp*")]
+    with pytest.raises(UserError, match="generates no text(.|\n)*AutoModelForCausalLM"):
+        read_program(model.model, None, [], {"data": ROWS})
     with pytest.raises(UserError, match="it cannot be written: (.|\n)*meta"):
         read_program(model.to("meta"), None, [], {**given, "data": ROWS})
 
@@ -263,6 +272,7 @@ def test_rows_are_read_from_every_kind_of_object() -> None:
     assert names != pass_rows("train", ROWS[::-1]) and names != pass_rows("validation", ROWS)
     rows = [*read_rows(names)]
     assert [row.columns for row in rows] == ROWS and rows[2].location == "train data, row 3"
+    assert names == pass_rows("train", lambda: iter(ROWS))
     assert [row.columns for row in read_rows(pass_rows("x", ["1+1=", "1+2="]))] == [
         {"prompt": "1+1="},
         {"prompt": "1+2="},
