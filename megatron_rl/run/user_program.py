@@ -155,8 +155,7 @@ def _save_model(model: Any, passed: dict[str, Any]) -> Path:
         )
     import filelock
 
-    from megatron_rl.checkpoint.files import TOKENIZER_FILES, copy_side_files, explain_write_error, publish
-    from megatron_rl.data.hub import fetch_model
+    from megatron_rl.checkpoint.files import copy_side_files, explain_write_error, publish
 
     home, tokenizer = Path(tempfile.gettempdir(), f"megatron_rl_models_{os.getuid()}"), None
     for name in ("processing_class", "tokenizer"):
@@ -164,19 +163,8 @@ def _save_model(model: Any, passed: dict[str, Any]) -> Path:
     try:
         home.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home) as scratch:
-            small = Path(scratch, "files")
-            for part in (model.config, getattr(model, "generation_config", None), tokenizer):
-                if part is not None:
-                    part.save_pretrained(small)
-            if tokenizer is None:
-                source = model.name_or_path
-                if not source:
-                    hint = "pass processing_class=tokenizer"
-                    raise _refuse(
-                        "a model without a tokenizer", "model", hint, "a model that was loaded, or both objects"
-                    )
-                held = Path(source) if os.path.isdir(source) else fetch_model(source, "model.tokenizer")
-                copy_side_files({name: held / name for name in TOKENIZER_FILES if (held / name).is_file()}, small)
+            small, weights = Path(scratch, "files"), Path(scratch, "model")
+            _save_small_files(model, tokenizer, small)
             whole = blake2b(digest_size=12)
             for file in sorted(small.iterdir()):
                 whole.update(file.name.encode() + file.read_bytes())
@@ -186,16 +174,33 @@ def _save_model(model: Any, passed: dict[str, Any]) -> Path:
             directory = home / f"{OBJECT}{whole.hexdigest()}"
             with filelock.FileLock(home / "lock"):
                 if not directory.is_dir():
-                    model.save_pretrained(Path(scratch, "model"))
-                    if not [*Path(scratch, "model").glob("*.safetensors")]:  # transformers 5 saves on rank 0 alone
+                    model.save_pretrained(weights)
+                    if not [*weights.glob("*.safetensors")]:  # transformers 5 saves on rank 0 alone
                         hint = "make the Trainer before the process group, or pass the path"
                         expected = "a rank that may save the model: rank 0, or any without torch.distributed"
                         raise _refuse("a model object beside torch.distributed", "model", hint, expected)
-                    copy_side_files({file.name: file for file in small.iterdir()}, Path(scratch, "model"))
-                    publish(Path(scratch, "model"), directory)
+                    copy_side_files({file.name: file for file in small.iterdir()}, weights)
+                    publish(weights, directory)
     except Exception as error:  # of the disk, safetensors, or a model without values
         raise explain_write_error(error, home) from error
     return directory
+
+
+def _save_small_files(model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write a model's config, generation settings and tokenizer, by default that of its origin (UserError: none)."""
+    from megatron_rl.checkpoint.files import TOKENIZER_FILES, copy_side_files
+    from megatron_rl.data.hub import fetch_model
+
+    for part in (model.config, getattr(model, "generation_config", None), tokenizer):
+        if part is not None:
+            part.save_pretrained(directory)
+    if tokenizer is None:
+        source = model.name_or_path
+        if not source:
+            hint = "pass processing_class=tokenizer"
+            raise _refuse("a model without a tokenizer", "model", hint, "a model that was loaded, or both objects")
+        held = Path(source) if os.path.isdir(source) else fetch_model(source, "model.tokenizer")
+        copy_side_files({name: held / name for name in TOKENIZER_FILES if (held / name).is_file()}, directory)
 
 
 def _take_settings(program: _Program) -> dict[str, Any]:
