@@ -60,6 +60,7 @@ BEHIND_DOORS = (
     "config.sft_plan",
     "config.suggestions",
     "data.chats",
+    "data.chosen_order",
     "data.pass_rates",
     "data.passed_rows",
     "engines.endings",

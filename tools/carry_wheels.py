@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
 
 from megatron_rl.run.command_line import end_program
 from megatron_rl.types import UserError
+from tools._arguments import Arguments
 from tools._fatbins import blank_code
 
 ROOTS = ("vllm", "megatron-core", "datasets", "math-verify", "matplotlib", "rich", "sentencepiece")
@@ -230,7 +231,7 @@ def _blank(library: bytearray, name: str, capability: int) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.tar.xz", help="the archive")
     parser.add_argument(
         "--python", default="3.12", choices=("3.11", "3.12", "3.13"), help="Python of the other machine (3.12)"

@@ -29,13 +29,14 @@ from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.run.command_line import leave
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
+from tools._arguments import Arguments
 from tools._layouts import read_training_layout
 from tools._weights import resolve_weights
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--hf", type=Path, required=True, help="model in HF format: the reference")
     parser.add_argument("--checkpoint", type=Path, help="run, training checkpoint or converted checkpoint of it")
     parser.add_argument("--layout", default="tp=1", help="of Megatron: tp=2,pp=2 (also vpp, ep; dp is the rest)")

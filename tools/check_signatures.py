@@ -12,7 +12,6 @@ does not fit; missing libraries are only listed.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import importlib.util
@@ -29,6 +28,7 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
 import torch
 
 from tools._absent_driver import choose_cuda_platform, stand_in_for_driver, stand_in_for_kernels
+from tools._arguments import Arguments
 
 LIBRARIES = (
     "torch.cuda",
@@ -177,7 +177,7 @@ def _prepare_for_gpus() -> tuple[list[str], list[str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--engine", type=Path, metavar="RECIPE", help="print vLLM's configuration on a GPU")
     options, overrides = parser.parse_known_args(arguments)
     for_gpus = torch.version.cuda is not None

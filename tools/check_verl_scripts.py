@@ -14,7 +14,6 @@ Exit code: 0, or 1 if a name is unknown.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -32,6 +31,7 @@ from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.run.inputs import plan_rl
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError, UserErrors
+from tools._arguments import Arguments
 
 _RECORDED = "python python3 torchrun uv ray accelerate deepspeed mpirun srun"
 _SILENT = "nvidia-smi pip pip3 wget curl git hf huggingface-cli sleep tee rm mv cp ssh sudo apt-get kill pkill"
@@ -201,7 +201,7 @@ def format_table(outcomes: list[Outcome]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("checkout", nargs="?", type=Path, help="a checkout of verl")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write accepted, refused_for_capability, unknown")
     options = parser.parse_args(argv)

@@ -9,19 +9,19 @@ Prints differing settings and the first differing step. Runs of one label are se
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
 from megatron_rl.types import UserError
+from tools._arguments import Arguments
 from tools.viewer.comparison import describe_comparison, plot_comparison
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="LABEL=RUN_DIR", help="runs; without a label, the directory's name")
     parser.add_argument("--metrics", nargs="+", default=["reward/mean"], help="keys of metrics.jsonl, one panel each")
     parser.add_argument("--out", type=Path, help="picture to write")

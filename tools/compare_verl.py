@@ -10,7 +10,6 @@ Exit code: 0, or 1 for any other difference.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import random
@@ -41,6 +40,7 @@ from megatron_rl.rewards.public_sets import find_scorer
 from megatron_rl.run.loading import load_config
 from megatron_rl.training.roles.critic import compute_value_loss
 from megatron_rl.types import UserError
+from tools._arguments import Arguments
 from tools._verl_checkout import load_verl
 
 TOLERANCE = 1e-6
@@ -409,7 +409,7 @@ COMPARISONS: tuple[Callable[[SimpleNamespace], Iterator[Row]], ...] = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("checkout", type=Path, nargs="?", help="directory of a checkout of verl")
     options = parser.parse_args(arguments)
     if options.checkout is None:

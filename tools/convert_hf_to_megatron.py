@@ -17,13 +17,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
+from tools._arguments import Arguments
 from tools._conversion_command import add_output_options, run_conversion
 from tools.conversion.conversion import DTYPES, convert_to_megatron
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--hf", type=Path, required=True, help="model directory: config.json and *.safetensors")
     parser.add_argument("--out", type=Path, required=True, help="new directory for the checkpoint")
     add_output_options(parser)

@@ -17,13 +17,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
+from tools._arguments import Arguments
 from tools._conversion_command import add_output_options, run_conversion
 from tools.conversion.conversion import DTYPES, CheckpointWeights, convert_to_huggingface
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True, help="checkpoint or run directory")
     parser.add_argument("--out", type=Path, required=True, help="new directory for the model")
     parser.add_argument("--role", choices=("actor", "critic"), default="actor", help="of a training checkpoint (actor)")

@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
+from tools._arguments import Arguments
 from tools._doctor_checks import Finding, Needs, check_machine
 from tools._doctor_ranks import check_ranks, gather_findings
 
@@ -29,7 +30,7 @@ SIGNS = {"ok": "  ok      ", "warning": "  WARNING ", "problem": "  PROBLEM "}
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument(
         "--run-dir", type=Path, default=Path("checkpoints"), metavar="DIR", help="where runs are written (checkpoints)"
     )

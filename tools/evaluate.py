@@ -23,14 +23,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.run.command_line import end_program, leave
 from megatron_rl.run.loading import load_config
+from tools._arguments import Arguments
 
 # Required by the schema, unused in an evaluation.
-_NOT_READ = ("data.train_files=[none]", "data.weights=null", "data.pass_rates=null", "data.train_batch_size=1")
+_NOT_READ = (
+    *("data.train_files=[none]", "data.weights=null", "data.pass_rates=null", "data.train_batch_size=1"),
+    "data.shuffle=true",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument(
         "settings",
         nargs="+",

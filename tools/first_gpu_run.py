@@ -32,6 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
 
+from tools._arguments import Arguments
 from tools._gpu_figures import Figure, format_table, read_probe, read_rollout, read_speeds, read_switch
 
 NUMBERS = Path(__file__).with_name("first_gpu_numbers.json")
@@ -363,7 +364,7 @@ def write_numbers(rungs: Sequence[Rung], work: Path, environment: Mapping[str, s
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--report", type=Path, default=Path("first_gpu_run.md"), help="(first_gpu_run.md)")
     parser.add_argument("--work", type=Path, default=Path("checkpoints/first_gpu_run"), help="models and runs go there")
     parser.add_argument("--from", dest="first", metavar="RUNG", help="leave out the rungs below")

@@ -15,7 +15,6 @@ with `--record` the command's, or 2 without a GPU.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import platform
@@ -31,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
 from megatron_rl.types import EXIT_USER_ERROR, UserError
+from tools._arguments import Arguments
 from tools._gpu_branches import PACKAGE, ROOT, Branch, list_branches
 from tools._trace_branches import trace
 
@@ -189,7 +189,7 @@ def read_page(page: str, branches: list[Branch]) -> dict[Branch, list[str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare the page with the source; write nothing")
     parser.add_argument("--keep", action="store_true", help="run no rehearsals: keep their evidence in the page")
     parser.add_argument("--record", action="store_true", help="record the branches that COMMAND takes on a GPU")

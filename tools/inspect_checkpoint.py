@@ -19,12 +19,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
 from megatron_rl.types import UserError
+from tools._arguments import Arguments
 from tools.conversion.inspection import describe_checkpoint, verify_checkpoint
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--recipe", action="store_true", help="print the config of the run that wrote it")

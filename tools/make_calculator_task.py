@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
 from megatron_rl.types import UserError
+from tools._arguments import Arguments
 from tools.make_toy_task import ARGUMENTS_FILE, already_made, train_tokenizer, write_policy
 
 DATA_SOURCE = "toy_calculator"
@@ -35,9 +36,7 @@ Row = dict[str, str]
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Arguments(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write (created)", metavar="DIR")
     parser.add_argument("--train", type=int, default=4000, help="training prompts", metavar="N")
     parser.add_argument("--validation", type=int, default=256, help="validation prompts", metavar="N")

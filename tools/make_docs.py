@@ -9,7 +9,6 @@ The whole site: python -m mkdocs build --strict -f .mkdocs.yml.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
 
 from tools import _architecture_page, _error_page, _metrics_page, _settings_page, _verl_page
+from tools._arguments import Arguments
 
 
 def make_pages() -> dict[Path, str]:
@@ -34,7 +34,7 @@ def make_pages() -> dict[Path, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a page is not up to date")
     check = parser.parse_args(argv).check
     pages = make_pages()

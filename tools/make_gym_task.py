@@ -28,6 +28,7 @@ import sentencepiece
 from megatron_rl.agents.environment import Done, Environment, Observation, Reply, Task, find_environment
 from megatron_rl.extension.reasoning_gym import read_reasoning_gym
 from megatron_rl.types import UserError
+from tools._arguments import Arguments
 from tools.make_toy_task import (
     ARGUMENTS_FILE,
     BOS_ID,
@@ -145,9 +146,7 @@ def train_tokenizer(texts: Sequence[str]) -> bytes:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Arguments(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("task", choices=TASKS, help="what to make")
     parser.add_argument("--out", type=Path, required=True, help="directory to write (created)", metavar="DIR")
     parser.add_argument("--train", type=int, default=400, help="training prompts", metavar="N")

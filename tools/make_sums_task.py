@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from megatron_rl.run.command_line import end_program
 from megatron_rl.types import UserError
+from tools._arguments import Arguments
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 SMALLEST = 2
@@ -28,7 +29,7 @@ SMALLEST = 2
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write (created)")
     parser.add_argument("--operation", choices=OPERATIONS, default="+", help="operation to ask for (default: +)")
     parser.add_argument("--largest", type=int, default=30, metavar="N", help="largest operand (default: 30)")

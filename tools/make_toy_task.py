@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 import sentencepiece
 
 from megatron_rl.types import UserError
+from tools._arguments import Arguments
 
 ARGUMENTS_FILE = "task.json"
 FILES = (
@@ -52,9 +53,7 @@ Row = dict[str, str]
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Arguments(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write (created)", metavar="DIR")
     parser.add_argument("--force", action="store_true", help="write into a directory that is not empty")
     parser.add_argument("--train", type=int, default=4000, help="training prompts", metavar="N")

@@ -24,6 +24,7 @@ from megatron_rl.planning.cluster import GIB, RESERVE, Cluster, Job
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import resolve
 from megatron_rl.types import UserError
+from tools._arguments import Arguments
 from tools.planning.communication import Assumptions
 from tools.planning.lengths import read_lengths
 from tools.planning.methods import compare_methods, format_methods, methods_to_dict
@@ -33,9 +34,7 @@ from tools.planning.schedule_choice import choose_schedule, format_schedules, sc
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser; unrecognized arguments are overrides of the recipe."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Arguments(description=__doc__, allow_abbrev=False)
     parser.add_argument("recipe", type=Path, help="YAML recipe; section.key=value overrides may follow")
     parser.add_argument("--hf-config", type=Path, help="model directory or config.json of the policy")
     parser.add_argument("--critic-hf-config", type=Path, help="the same of the critic, where critic.path is set")

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from megatron_rl.transfer.planner import Planner
 from megatron_rl.types import UserError
+from tools._arguments import Arguments
 from tools._gather_path import predict_gather_seconds, summarize_gather
 from tools._layouts import read_layouts, read_shape
 from tools.planning.reshard_cost import Bandwidths, list_flows, predict_seconds, summarize
@@ -33,7 +34,7 @@ ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--hf-config", type=Path, required=True, help="model directory or config.json")
     parser.add_argument("--source", required=True, help="training layout: tp=8,pp=8,dp=16 (also vpp, cp, ep)")
     parser.add_argument("--destination", required=True, help="engine layout: tp=8 (dp is the rest)")

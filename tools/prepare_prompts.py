@@ -10,7 +10,6 @@ follows the solution's last "####" or is in its last \\boxed{}; a row without on
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from megatron_rl.data.rows import Row, read_rows
 from megatron_rl.rewards.answers import extract_answer
 from megatron_rl.types import UserError
+from tools._arguments import Arguments
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--dataset", choices=DATASETS, required=True)
     parser.add_argument("--input", type=Path, required=True, metavar="DIR", help="directory with the published files")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write (created)")

@@ -29,6 +29,7 @@ from megatron_rl.run.command_line import end_program, leave
 from megatron_rl.run.inputs import Parts
 from megatron_rl.samples.experience import Experience
 from megatron_rl.types import UserError
+from tools._arguments import Arguments
 from tools.replay.comparing import compare_sections, format_report, make_report
 from tools.replay.recording import RecordedRollouts
 from tools.replay.replaying import Capsule, is_same_layout, make_config, open_capsule, restore_state
@@ -71,7 +72,7 @@ class ReplayTrainer(Trainer):
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("capsule", type=Path, help="<run_dir>/capsules/step_<N>")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="another layout, a moved model.path")
     parser.add_argument(

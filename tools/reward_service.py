@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from megatron_rl.rewards.scoring import marks_answer, score_math
+from tools._arguments import Arguments
 
 app = FastAPI(title="Reward service")
 
@@ -59,7 +60,7 @@ async def score(batch: Batch) -> dict[str, list[dict[str, float]]]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(description="Serve the math rule over HTTP; Ctrl-C or SIGTERM ends it.")
+    parser = Arguments(description="Serve the math rule over HTTP; Ctrl-C or SIGTERM ends it.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8700, help="port to listen on (default: %(default)s)")
     return parser

@@ -23,6 +23,7 @@ from megatron_rl.rewards.answers import RESTATES
 from megatron_rl.rewards.scoring import COUNTS
 from megatron_rl.run.command_line import end_program
 from megatron_rl.types import UserError
+from tools._arguments import Arguments
 
 PROMPT_END = 100  # characters of a prompt that are printed
 
@@ -31,7 +32,7 @@ Row = dict[str, Any]
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run with validation")
     parser.add_argument("--prompts", type=int, default=10, metavar="N", help="prompts to print per set (default: 10)")
     return parser

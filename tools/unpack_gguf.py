@@ -24,6 +24,7 @@ from megatron_rl.checkpoint.files import publish
 from megatron_rl.run.command_line import end_program
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import model_shape_from_config
+from tools._arguments import Arguments
 
 # Architectures of GGUF whose unpacked weights are compared with those that transformers reads (tests/tools). llama
 # includes Mistral and SmolLM2; its rows of Q and K are ordered by rotary pairs.
@@ -32,7 +33,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("file", type=Path, metavar="FILE.gguf", help=f"model of {', '.join(ARCHITECTURES)}")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write; must not exist")
     return parser

@@ -9,13 +9,13 @@ A run logs trainer.log_rollouts=N groups of each step; see docs/rollout_viewer.m
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
 from megatron_rl.types import UserError
+from tools._arguments import Arguments
 from tools.viewer.rollout_page import write_page
 
 
@@ -27,7 +27,7 @@ def read_steps(text: str) -> range:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="directory of a run")
     parser.add_argument("--out", type=Path, required=True, help="page to write")
     parser.add_argument("--steps", type=read_steps, metavar="FIRST[-LAST]", help="only these steps (default: all)")

@@ -75,7 +75,7 @@ def load_training_state(
             "; ".join(problems[:3]),
             source=str(directory),
             expected="a whole checkpoint",
-            hint="take an older one, or copy this one again",
+            hint="check for a typo, take an older one, or copy this one again",
         )
     random_numbers = directory / "rng" / f"rank_{group.rank()}.safetensors"
     with failing_together(group):

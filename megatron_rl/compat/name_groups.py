@@ -456,28 +456,22 @@ def _read_budget(parts: Parts, tokens: Setting, sharing: Sequence[str], target: 
     return replace(tokens, name=target, value=tokens.value * ranks if is_scaled else tokens.value)
 
 
-HYBRID_SHARD = "there is no sharing of weights within nodes alone (HYBRID_SHARD); zero_stage=3 is for all ranks"
 _SHARD_SIZES = tuple(
-    f"{section}.fsdp_config.fsdp_size"
+    f"{section}.{leaf}"
     for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "critic.model", "reward_model.model")
+    for leaf in ("fsdp_config.fsdp_size", "fsdp.fsdp_size")
 )
 
 
 def _combine_shard_sizes(parts: Parts) -> Combined:
-    """Accept shards over all ranks of the trainer (verl: -1, or their number or more)."""
-    nodes, gpus = _TRAINER_RANKS
+    """Ignore verl's HYBRID_SHARD, shards within groups of ranks and copies between them."""
     for size in (parts[name] for name in _SHARD_SIZES if name in parts):
-        if size.value in (None, -1):
-            continue
-        ranks = _read_count(parts, nodes, 1) * _read_count(parts, gpus, 8)
-        if not isinstance(size.value, int) or size.value < ranks:
-            raise UserError(
-                f"{size.name} = {size.value!r} of {ranks} ranks",
-                source=size.source,
-                expected=f"-1, or all ranks: {HYBRID_SHARD}",
-                hint=f"remove {size.name}",
+        if size.value not in (None, -1):
+            yield note(
+                size,
+                "zero_stage shards over all data-parallel ranks instead of so many (HYBRID_SHARD): the numbers are the "
+                "same, what is sharded takes less memory, and traffic between nodes is higher",
             )
-        yield note(size, "zero_stage=3 of a role shares its weights over all of its ranks")
 
 
 _REF_BUDGET = tuple(f"actor_rollout_ref.ref.log_prob_{leaf}" for leaf in ("max_token_len_per_gpu", "use_dynamic_bsz"))
@@ -707,7 +701,7 @@ GROUPS: tuple[AliasGroup, ...] = (
             "reward.reward_kwargs.overlong_buffer_cfg",
         )
     ),
-    AliasGroup(_SHARD_SIZES, "-1, or all ranks", _combine_shard_sizes, reads=_TRAINER_RANKS),
+    AliasGroup(_SHARD_SIZES, "nothing: zero_stage shards over all data-parallel ranks", _combine_shard_sizes),
     AliasGroup(
         _REF_BUDGET,
         "reference.max_tokens_per_microbatch: the number of tokens of a GPU times the ranks that share a sequence",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from megatron_rl.compat.kinds import Alias, Ignored, Only, Renamed, SameAs, each
-from megatron_rl.compat.name_groups import AGGREGATIONS, HYBRID_SHARD
+from megatron_rl.compat.name_groups import AGGREGATIONS
 from megatron_rl.config.schema import LayoutConfig
 
 OFF, ONE = ((-1, 0),), ((1, None),)
@@ -343,11 +343,13 @@ _DATA: dict[str, Alias] = {
     **each("image_key video_key audio_key image_patch_size return_multi_modal_inputs", Ignored(_TEXT)),
     **each(
         "custom_cls.path datagen.path",
-        Only((), "there is no loading of verl's data set classes; pass rows to Trainer(data=...)"),
+        Only(
+            (), "there is no loading of verl's data set classes; name a function that returns rows in data.train_files"
+        ),
     ),
     "sampler.class_path": Only(
         (),
-        "there is no loading of samplers; data.shuffle=false keeps the order of the files",
+        "there is no loading of verl's samplers; name a function of (prompts, epoch) in data.shuffle",
     ),
     **each("custom_cls.name sampler.class_name datagen.name", Ignored("it belongs to a file that is given")),
 }
@@ -456,7 +458,6 @@ PATTERNS: Mapping[str, Ignored | Only] = {
     "actor_rollout_ref.model.lora.*": Ignored("adapters start as PEFT's do, and act on language layers"),
     **each("*.qat.* actor_rollout_ref.rollout.qat", Ignored("it belongs to qat.enable")),
     **each("*.router_replay.*", Ignored("routes are not kept in files")),
-    "*.fsdp.fsdp_size": Only((-1,), HYBRID_SHARD),
     **each("*.veomni.* *.torchtitan.* *.fsdp.*", Ignored(FSDP)),
     **each(
         "*.pad_to_length* *.entropy_from_logits_* *.entropy_checkpointing", Ignored("batches are packed and chunked")
@@ -474,7 +475,6 @@ PATTERNS: Mapping[str, Ignored | Only] = {
     "*reward_kwargs.*": Only((), "there is no passing of arguments to reward functions; write them into the function"),
     "transfer_queue.*": Ignored("samples stay in the processes that made them"),
     "*.checkpoint.*": Ignored("trainer.save_freq decides what is written and when"),
-    "*.fsdp_config.fsdp_size": Only((-1,), HYBRID_SHARD),
     "*.fsdp_config.*": Ignored(FSDP),
     "*.gradient_checkpointing_kwargs.*": Ignored("recompute_granularity decides"),
     "actor_rollout_ref.model.fused_kernel_options.*": Ignored(FUSED),

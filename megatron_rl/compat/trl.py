@@ -21,7 +21,7 @@ from megatron_rl.compat.kinds import (
     put,
     read_boolean,
 )
-from megatron_rl.compat.name_groups import CLIP_SIDES, HYBRID_SHARD, split_clip
+from megatron_rl.compat.name_groups import CLIP_SIDES, split_clip
 from megatron_rl.config.sources import ASSUMED
 from megatron_rl.types import UserError
 
@@ -118,7 +118,9 @@ ALIASES: dict[str, Alias] = {
     **each("logging_first_step logging_strategy log_level save_only_model", Ignored(_FORMAT)),
     **each("dataloader_num_workers dataset_num_proc remove_unused_columns", Ignored(_READING)),
     **each("deepspeed ddp_timeout", Ignored("the layout of the section actor decides")),
-    "fsdp": Only((False, True, "", "full_shard", "full_shard auto_wrap"), HYBRID_SHARD),
+    "fsdp": Only(
+        (False, True, "", "full_shard", "full_shard auto_wrap"), "zero_stage=3 of a role shards over all ranks"
+    ),
     "per_device_eval_batch_size": Ignored(_ENGINE),
 }
 

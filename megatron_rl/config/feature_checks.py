@@ -85,6 +85,13 @@ def _check_weights(config: CheckedConfig) -> None:
         expected="a number per file of data.train_files, in their order",
         hint="a file without prompts in the mixture is left out of both",
     )
+    config.require(
+        isinstance(config.get("data.shuffle"), bool),
+        name,
+        "beside data.shuffle, whose function decides how often each prompt occurs",
+        expected="one of the two",
+        hint="leave out data.weights, or set data.shuffle to true or false",
+    )
     is_right &= config.require(
         min(weights, default=1) > 0,
         name,

@@ -32,6 +32,7 @@ SIMPLE_TYPES: dict[Any, str] = {
     int: "integer",
     float: "number",
     bool: "true or false",
+    bool | str: "true, false or text",
     str: "text",
     list[str]: "list of texts",
     list[int]: "list of integers",
@@ -219,15 +220,15 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     kind = info.kind
     if dataclasses.is_dataclass(kind):
         return _REFUSED
-    if kind is bool:
+    if kind is bool or (kind == bool | str and isinstance(value, bool)):
         return value if isinstance(value, bool) else _REFUSED
     if kind is int:
         return value if _is_integer(value) else _REFUSED
     if kind is float:
         return _convert_number(value)
-    if kind is str and not isinstance(value, str):
+    if kind in (str, bool | str) and not isinstance(value, str):
         return text if text and value is not None else _REFUSED
-    if kind is str:
+    if kind in (str, bool | str):
         return _REFUSED if "\0" in value else value
     if kind == dict[str, Any]:
         return dict(value) if isinstance(value, dict) and all(isinstance(key, str) for key in value) else _REFUSED

@@ -270,8 +270,8 @@ class DataConfig:
 
     train_files: list[str] = option(
         MISSING,
-        "JSONL or parquet files with training prompts, reasoning-gym:NAME, or "
-        "hub:OWNER/NAME[/CONFIG][@REVISION]:SPLIT.",
+        "JSONL or parquet files with training prompts, reasoning-gym:NAME, "
+        "hub:OWNER/NAME[/CONFIG][@REVISION]:SPLIT, or your path.py:name that returns rows.",
     )
     weights: list[float] | None = option(
         None,
@@ -311,7 +311,9 @@ class DataConfig:
         "reply of which is learned.",
     )
     answer_key: str = option("answer", "Column with the ground truth in the plain schema; SFT: the response to learn.")
-    shuffle: bool = option(True, "Shuffle the prompts of each epoch (by trainer.seed).")
+    shuffle: bool | str = option(
+        True, "Shuffle the prompts of each epoch (by trainer.seed); or your path.py:name, (prompts, epoch) -> indices."
+    )
 
 
 def reduce_weights(weights: Sequence[float]) -> list[int]:

@@ -39,7 +39,14 @@ def fetch_model(name: str, setting: str) -> Path:
 
 
 def pin_dataset(name: str, setting: str) -> str:
-    """Download a data set's repository, and return the name with the commit as revision (UserError)."""
+    """Return the name of a data set with the commit of its repository, or with a digest of its rows (UserError).
+
+    Its repository is downloaded, or the function of that name called.
+    """
+    if not name.startswith(HUB):
+        from megatron_rl.data.passed_rows import pin_function
+
+        return pin_function(name, setting)
     repository, config, revision, split = _split(name)
     commit = _fetch(repository, revision, "dataset", setting).name
     return f"{HUB}{repository}{config and '/' + config}@{commit}:{split}"

@@ -63,6 +63,14 @@ class PromptSet:
         edges = np.searchsorted([prompt.prompt_id for prompt in self.prompts], self.file_starts)
         return np.diff([*edges, len(self.prompts)]).tolist()
 
+    def find_order(self, shuffle: bool | str) -> bool | Callable[[int], np.ndarray]:
+        """Return `data.shuffle`, or the function that it names: epoch -> indices of the prompts."""
+        if isinstance(shuffle, bool):
+            return shuffle
+        from megatron_rl.data.chosen_order import find_order
+
+        return find_order(shuffle, self.prompts)
+
 
 def name_files(files: Sequence[str]) -> dict[str, str]:
     """Name each file for metrics: its stem, with as many parent directories as needed ("gsm8k-test", "math-test")."""
@@ -80,7 +88,7 @@ def _name_parts(file: str) -> tuple[str, ...]:
 
         return name_dataset(file)
     if file.startswith((GYM, OBJECT)):
-        return (file.partition(":")[2].partition("?")[0],)
+        return (file.partition("?")[0].rpartition(":")[2],)
     return Path(file).with_suffix("").parts
 
 

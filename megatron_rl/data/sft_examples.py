@@ -43,12 +43,19 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
         value = row.columns[cfg.prompt_key]
         last = value[-1] if isinstance(value, list) and value else None
         if isinstance(last, dict) and last.get("role") == "assistant":
+            if row.columns.get(cfg.answer_key) is not None:
+                raise UserError(
+                    f'a conversation that ends with a reply, and a response in column "{cfg.answer_key}"',
+                    source=row.location,
+                    expected="one of the two: each reply of a conversation is learned",
+                    hint="remove the column or the last reply, or set data.answer_key to a column that is absent",
+                )
             return _fit_conversation(row, tokenizer, cfg)
         response = encode_response(row, row.scalar_text(cfg.answer_key), tokenizer, cfg)
         prompt, is_too_long = tokenize_prompt(row, tokenizer, cfg, read_tools(row))
         if prompt is None:
             return None, True
-        prompt = Prompt(row.index, prompt.tokens, text="", ground_truth=None)
+        prompt = Prompt(row.index, prompt.tokens, text="", ground_truth=None, row=row.columns)
         return Rollout.from_response(prompt, 0, np.asarray(response, np.int32), None, "stop"), is_too_long
 
     counts, starts = Counter[str](), list[int]()
@@ -93,7 +100,7 @@ def _fit_conversation(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> tuple[
     if not branches or (longest > limit and cfg.overlong_prompts == "drop"):
         return None, True
     first = branches[0]
-    prompt = Prompt(row.index, first.tokens[: first.num_prompt_tokens], text="", ground_truth=None)
+    prompt = Prompt(row.index, first.tokens[: first.num_prompt_tokens], "", ground_truth=None, row=row.columns)
     return Rollout(prompt, 0, branches, [], "stop"), longest > limit
 
 

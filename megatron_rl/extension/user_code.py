@@ -7,6 +7,7 @@ Worker processes import this module: it depends on `types.py` only.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import importlib.util
 import os
@@ -14,10 +15,10 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_rl.types import UserError, text_of
 
@@ -154,6 +155,39 @@ def locate(error: BaseException, file: str) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename == file] or frames
     return f"{inside[-1].filename}:{inside[-1].lineno}"
+
+
+def find_function(name: str, setting: str, expected: str) -> Callable[..., Any]:
+    """Import the function or class `path.py:name` that a setting names (UserError if there is none)."""
+    path, _, attribute = name.rpartition(":")
+    if not path or not attribute.isidentifier():
+        hint = "write the file and the function, e.g. mine.py:make"
+        raise UserError(f"{name!r} names no function", source=setting, expected=f"path.py:name, {expected}", hint=hint)
+    module = import_file(path, setting, f"path.py:name, {expected}")
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        close = difflib.get_close_matches(attribute, vars(module), n=1)
+        raise UserError(
+            f'the file defines no function or class "{attribute}"',
+            source=f"{setting} = {name}",
+            expected=expected,
+            hint=f"did you mean {close[0]}?" if close else "correct the name",
+        )
+    return function
+
+
+def call_function(function: Callable[..., Any], source: str, *arguments: Any) -> Any:
+    """Call a function of the user; an exception is a UserError with its line."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # the user's code
+        file = getattr(getattr(function, "__code__", None), "co_filename", "")
+        raise UserError(
+            f"it raised {type(error).__name__}: {error}",
+            source=f"{source}, {locate(error, file)}",
+            expected=f"{len(arguments)} arguments are enough, and no exception",
+            hint="call it in Python to see the whole traceback",
+        ) from error
 
 
 def load_plugins(paths: Sequence[str]) -> None:

@@ -40,6 +40,7 @@ from megatron_rl.weights.shard_box import find_aliases
 
 if TYPE_CHECKING:
     from megatron_rl.agents.in_rank import AnyEpisodes
+    from megatron_rl.data.prompts import PromptSet
     from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.parallel.layout import ParallelLayout
     from megatron_rl.training.roles.actor import Actor
@@ -61,16 +62,16 @@ def group_timeout(config: RunConfig) -> timedelta:
 
 
 def check_agreement(chosen: list[str]) -> None:
-    """Refuse ranks with different layouts, commits of the hub or passed rows (UserError on every rank); collective."""
+    """Refuse ranks with different layouts, commits of the hub or objects (UserError on every rank); collective."""
     found = gather_objects(chosen, world())
     rank = next((rank for rank, lines in enumerate(found) if lines != found[0]), None)
     if rank is not None:
         mine, other = ("; ".join(line for line in found[r] if line not in found[rank - r]) for r in (0, rank))
         raise UserError(
             f"the ranks do not agree: {mine or 'none'} on rank 0, {other or 'none'} on rank {rank}",
-            source="layout.mode, the settings with names of the hub, or rows that were passed (set?digest)",
-            expected="equal memory and local directories on all nodes, one commit of each name, and the same rows",
-            hint="set the layout (tools/plan.py lists those that fit), write ID@COMMIT, or sort the rows",
+            source="layout.mode, the settings with names of the hub, or objects that were passed (object:digest)",
+            expected="equal memory and local directories on all nodes, one commit of each name, and the same objects",
+            hint="set the layout (tools/plan.py lists those that fit), write ID@COMMIT, sort rows, or seed a new model",
         )
 
 
@@ -258,11 +259,11 @@ def _build_engine(
     return built
 
 
-def order_prompts(config: RunConfig, prompts: Sequence[T], file_sizes: Sequence[int]) -> PromptBatches[T]:
-    """Return the batches of a run's training data, of which `file_sizes` lists the size of each file."""
-    data = config.data
-    batch_size, seed = data.train_batch_size, config.trainer.seed
-    return PromptBatches(prompts, batch_size, data.shuffle, seed, weights=data.weights, file_sizes=file_sizes)
+def order_prompts(config: RunConfig, train: PromptSet, prompts: Sequence[T]) -> PromptBatches[T]:
+    """Return the batches of a run's training data, the prompts or examples of `train`."""
+    data, sizes = config.data, train.file_sizes
+    order, seed = train.find_order(data.shuffle), config.trainer.seed
+    return PromptBatches(prompts, data.train_batch_size, order, seed, weights=data.weights, file_sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ def build_rollout_members(
             roles["reward_model"],
             Packer(roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device),
         )
-    prompts = order_prompts(config, inputs.train.prompts, inputs.train.file_sizes)
+    prompts = order_prompts(config, inputs.train, inputs.train.prompts)
     if parts.rollouts:
         return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, model)
     read = inputs.stop.read if inputs.stop else decode

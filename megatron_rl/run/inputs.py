@@ -76,24 +76,25 @@ class Parts:
 NO_PARTS = Parts()
 _NEED_TRUTH = (Rule, type(None))  # rules and services; functions receive `None`
 _HUB_NAME = re.compile(r"(?!models/|checkpoints/)[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")  # both are our directories
+_DATA_NAME = re.compile(rf"{HUB}.*|[^?]*\.py:\w+")
 
 
 def localize(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Download what a config names in the Hugging Face hub; a local path of that name wins.
+    """Download what a config names in the Hugging Face hub, and call functions of data; a local path of that name wins.
 
     Returns:
-        The config with local directories for names of models, tokenizers and adapters, and commits in names of data
-        sets; a line on each commit, which must be the same on every rank.
+        The config with local directories for names of models, tokenizers and adapters, and commits or digests in names
+        of data; a line on each, which must be the same on every rank.
 
     Raises:
-        UserError: neither the hub nor its cache has it.
+        UserError: neither the hub nor its cache has it, or a function fails.
     """
     notes = []
 
-    def find(setting: str, name: str | None) -> str | None:
+    def find(setting: str, name: Any) -> Any:
         is_dataset = setting.startswith("data.")
-        is_name = name is not None and (name.startswith(HUB) if is_dataset else _HUB_NAME.fullmatch(name))
-        if name is None or not is_name or os.path.exists(name):
+        is_name = isinstance(name, str) and (_DATA_NAME if is_dataset else _HUB_NAME).fullmatch(name)
+        if not is_name or os.path.exists(name):
             return name
         from megatron_rl.data.hub import fetch_model, pin_dataset
 
@@ -108,7 +109,7 @@ def localize(config: RunConfig) -> tuple[RunConfig, list[str]]:
                 changed[leaf] = walk(value, f"{prefix}{leaf}.")
             elif leaf == "teachers" and not prefix:
                 changed[leaf] = {name: walk(teacher, f"teachers.{name}.") for name, teacher in value.items()}
-            elif leaf in ("path", "tokenizer"):
+            elif leaf in ("path", "tokenizer", "shuffle"):
                 changed[leaf] = find(f"{prefix}{leaf}", value)
             elif leaf in ("train_files", "validation_files"):
                 changed[leaf] = [find(f"{prefix}{leaf}", file) for file in value]
@@ -149,7 +150,7 @@ def read_prompts(
 
         train, selected = select_by_pass_rate(train, data, shaping=OVERLONG)
         notes += selected
-    check_mixture(data, train.file_sizes)
+    check_mixture(data, train)
     choose_teachers(config, train.prompts)
     prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
     notes += check_truths(reward_plan, prompts)
@@ -158,9 +159,11 @@ def read_prompts(
     return train, validation, notes
 
 
-def check_mixture(config: DataConfig, sizes: Sequence[int]) -> None:
-    """Refuse `data.weights` if a file has no prompt left (UserError); `sizes`: prompts per file."""
-    empty = [file for file, size in zip(config.train_files, sizes, strict=True) if not size]
+def check_mixture(config: DataConfig, train: PromptSet) -> None:
+    """Refuse `data.weights` if a file has no prompt left, and a function `data.shuffle` that fails (UserError)."""
+    if isinstance(order := train.find_order(config.shuffle), Callable):
+        order(0)
+    empty = [file for file, size in zip(config.train_files, train.file_sizes, strict=True) if not size]
     if config.weights is not None and empty:
         raise UserError(
             f"no prompt of {', '.join(empty)} is left",
@@ -316,7 +319,7 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
     roles, tokenizer = read_models(config, spec, world_size)
     noted = note_models(config, roles)
     data = load_sft_examples(config.data.train_files, tokenizer, config.data)
-    check_mixture(config.data, data.file_sizes)
+    check_mixture(config.data, data)
     plan = SftPlan.build(config, world_size, len(data.examples))
     return SftInputs(roles["actor"], data, plan, _NOT_READ + noted)
 

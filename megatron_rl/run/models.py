@@ -262,7 +262,7 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> N
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {shape.vocab_size}",
             source=source,
             expected="a tokenizer that fits the model",
-            hint="the two belong to different models",
+            hint=f"take the model's own, or save the model after resize_token_embeddings({tokenizer.vocab_size})",
         )
 
 

@@ -58,6 +58,8 @@ def find_dependencies(config: RunConfig) -> Dependencies:
         for name, paths in weights.items()
     }
     found["train_files"] = [Path(file) for file in config.data.train_files]
+    if isinstance(order := config.data.shuffle, str):
+        found["train_files"].append(Path(order.rpartition(":")[0]))
     if config.data.pass_rates is not None:
         from megatron_rl.data.pass_rates import list_pass_rate_files
 

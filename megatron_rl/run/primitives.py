@@ -151,6 +151,8 @@ class Policy(ActorOnSamples):
         Raises:
             UserError: it cannot be written; on every rank.
         """
+        check_kind(directory, (str, Path), "policy.save(directory, step)", "a directory")
+        check_kind(step, int, "policy.save(directory, step)", "a whole number")
         state = self._state
         content = state.content(step, self._recipe)
         outcome = save_now(Path(directory), content, state.roles, world(), state.rank_state())
@@ -167,6 +169,7 @@ class Policy(ActorOnSamples):
         Raises:
             UserError: the checkpoint is incomplete, or of another model; on every rank, with nothing changed.
         """
+        check_kind(directory, (str, Path), "policy.load(directory)", "a directory")
         from megatron_rl.checkpoint.resuming import load_training_state
 
         state, found = self._state, find_step(Path(directory))
@@ -176,6 +179,7 @@ class Policy(ActorOnSamples):
 
     def export(self, directory: str | Path) -> None:
         """Write the weights in Hugging Face format, with tokenizer and config of `model.path`."""
+        check_kind(directory, (str, Path), "policy.export(directory)", "a directory")
         self._export(Path(directory))
 
     def describe_reshard(self) -> dict[str, float]:

@@ -53,10 +53,11 @@ class Prepared:
     chosen: list[str]
 
     def join(self) -> Process:
-        """Start the process group; refuse ranks with other layouts, hub commits or rows (UserError); collective."""
+        """Start the process group; refuse ranks with other layouts, hub commits or objects (UserError); collective."""
         process = init_distributed(group_timeout(self.config) / timedelta(minutes=1))
-        files = self.config.data.train_files + self.config.data.validation_files
-        check_agreement(self.chosen + [name for name in files if name.startswith(OBJECT)])
+        data, model = self.config.data, self.config.model.path
+        files = [model, *data.train_files, *data.validation_files]
+        check_agreement(self.chosen + [name for name in files if OBJECT in name])
         return process
 
 
@@ -175,6 +176,8 @@ class Session:
         UserError: bad input; on every rank alike, before any process group exists.
     """
 
+    has_ended = False
+
     def __init__(self, model: Any = None, config: Any = None, overrides: Sequence[str] = (), **passed: Any) -> None:
         prepared = model if isinstance(model, Prepared) else prepare(model, config, overrides, passed)
         self.config, self.inputs, self.plan = prepared.config, prepared.inputs, prepared.inputs.plan
@@ -238,6 +241,13 @@ class Session:
     @contextmanager
     def session(self) -> Iterator[None]:
         """Log a description of the run and report errors (see `Guard`); close everything at the end."""
+        if self.has_ended:
+            raise UserError(
+                "the loop of a trainer that has ended",
+                source="train()",
+                expected="a trainer of one run, whose engine and files are closed at its end",
+                hint="make the Trainer again; with the same trainer.run_dir it resumes",
+            )
         try:
             with self.guard.reporting():
                 self.run.log.info("run directory: %s", self.run.dir)
@@ -302,6 +312,7 @@ class Session:
 
     def close(self) -> None:
         """Release the engine, end reward workers and close logs and metrics."""
+        self.has_ended = True
         self.guard.close()
         self.policy.close()
         self.run.close()

@@ -48,7 +48,7 @@ class SftTrainer:
         self.packer = self.make_packer(actor)
         watched = self.run.timers.watch(actor, forward_backward="update", optim_step="update")
         self.actor = ActorOnSamples(watched, self.packer)
-        self.examples = order_prompts(config, inputs.data.examples, inputs.data.file_sizes)
+        self.examples = order_prompts(config, inputs.data, inputs.data.examples)
         self.checkpoints = Checkpoints(
             config,
             opened,

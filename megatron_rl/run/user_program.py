@@ -12,18 +12,23 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import sys
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, RegisteredEstimator
 from megatron_rl.compat.trl import ALIASES, GROUPS
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.extension.registry import ENGINES, RegisteredEngine, enter_object
+from megatron_rl.extension.registry import ENGINES, OBJECT, RegisteredEngine, enter_object
 from megatron_rl.run.building import launched_sizes
 from megatron_rl.run.command_line import end_program_on_errors
 from megatron_rl.run.inputs import Parts
@@ -92,10 +97,9 @@ def read_program(
         UserError: an argument is unknown, has no counterpart, or is wrong.
     """
     end_program_on_errors()
+    passed = dict(passed)
     if not isinstance(model, str | os.PathLike):
-        held = getattr(getattr(model, "config", None), "_name_or_path", None) or "models/Qwen2.5-0.5B-Instruct"
-        expected = "its directory or name in the hub; an architecture of yours is a family (docs/add_a_family.md)"
-        raise _refuse(f"model = {model!r:.80}", "model", f'write model="{held}"', expected)
+        model = _save_model(model, passed)
     config = {} if config is None else config
     if not isinstance(config, Mapping | str | os.PathLike):
         hint = 'write config={"actor": {"lr": 1e-6}}; TRL\'s GRPOConfig goes to args='
@@ -125,6 +129,78 @@ def read_program(
     for note in [*program.notes, *loaded.notes]:
         warnings.warn(note, stacklevel=4)  # the program's line
     return loaded.config, program.config if isinstance(program.config, Path) else None, Parts(**program.parts)
+
+
+def _save_model(model: Any, passed: dict[str, Any]) -> Path:
+    """Save a model of transformers with its tokenizer, which is removed from `passed`, and return the directory.
+
+    The directory is called after a digest of the content, so the processes of a host and later starts share it, and
+    `Prepared.join` notices ranks with other weights.
+
+    Raises:
+        UserError: it is no such model, it has no tokenizer, or it cannot be written.
+    """
+    library = sys.modules.get("transformers")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        expected = (
+            "its directory or name in the hub, or a PreTrainedModel of transformers; an architecture of yours is a "
+            "family (docs/add_a_family.md)"
+        )
+        held = getattr(getattr(model, "config", None), "_name_or_path", None) or "models/Qwen2.5-0.5B-Instruct"
+        raise _refuse(f"model = {model!r:.80}", "model", f'write model="{held}"', expected)
+    if not model.can_generate():
+        hint = "load it by AutoModelForCausalLM"
+        raise _refuse(
+            f"a {type(model).__name__}, which generates no text", "model", hint, "a language model with its head"
+        )
+    import filelock
+
+    from megatron_rl.checkpoint.files import copy_side_files, explain_write_error, publish
+
+    home, tokenizer = Path(tempfile.gettempdir(), f"megatron_rl_models_{os.getuid()}"), None
+    for name in ("processing_class", "tokenizer"):
+        tokenizer = passed.pop(name, None) or tokenizer
+    try:
+        home.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=home) as scratch:
+            small, weights = Path(scratch, "files"), Path(scratch, "model")
+            _save_small_files(model, tokenizer, small)
+            whole = blake2b(digest_size=12)
+            for file in sorted(small.iterdir()):
+                whole.update(file.name.encode() + file.read_bytes())
+            for name, values in sorted(model.state_dict().items()):
+                whole.update(repr((name, values.dtype, values.shape)).encode())
+                whole.update(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            directory = home / f"{OBJECT}{whole.hexdigest()}"
+            with filelock.FileLock(home / "lock"):
+                if not directory.is_dir():
+                    model.save_pretrained(weights)
+                    if not [*weights.glob("*.safetensors")]:  # transformers 5 saves on rank 0 alone
+                        hint = "make the Trainer before the process group, or pass the path"
+                        expected = "a rank that may save the model: rank 0, or any without torch.distributed"
+                        raise _refuse("a model object beside torch.distributed", "model", hint, expected)
+                    copy_side_files({file.name: file for file in small.iterdir()}, weights)
+                    publish(weights, directory)
+    except Exception as error:  # of the disk, safetensors, or a model without values
+        raise explain_write_error(error, home) from error
+    return directory
+
+
+def _save_small_files(model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write a model's config, generation settings and tokenizer, by default that of its origin (UserError: none)."""
+    from megatron_rl.checkpoint.files import TOKENIZER_FILES, copy_side_files
+    from megatron_rl.data.hub import fetch_model
+
+    for part in (model.config, getattr(model, "generation_config", None), tokenizer):
+        if part is not None:
+            part.save_pretrained(directory)
+    if tokenizer is None:
+        source = model.name_or_path
+        if not source:
+            hint = "pass processing_class=tokenizer"
+            raise _refuse("a model without a tokenizer", "model", hint, "a model that was loaded, or both objects")
+        held = Path(source) if os.path.isdir(source) else fetch_model(source, "model.tokenizer")
+        copy_side_files({name: held / name for name in TOKENIZER_FILES if (held / name).is_file()}, directory)
 
 
 def _take_settings(program: _Program) -> dict[str, Any]:

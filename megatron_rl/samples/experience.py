@@ -328,10 +328,10 @@ class Minibatch:
     index: int
 
 
-def check_kind(value: Any, kind: type, call: str, expected: str = "") -> None:
+def check_kind(value: Any, kind: type | tuple[type, ...], call: str, expected: str = "") -> None:
     """Refuse an argument of a primitive that is of another type (UserError)."""
     if not isinstance(value, kind):
-        expected = expected or f"{kind.__name__}, of policy.sample or policy.minibatches"
+        expected = expected or f"{getattr(kind, '__name__', kind)}, of policy.sample or policy.minibatches"
         hint = "docs/primitives.md shows the order of the calls"
         raise UserError(f"a {type(value).__name__}: {value!r:.80}", source=call, expected=expected, hint=hint)
 

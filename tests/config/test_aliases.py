@@ -324,13 +324,14 @@ def test_a_reference_has_a_budget_of_its_own_with_dynamic_batches_only() -> None
     assert load(*given, f"{dynamic}=false").config.reference.max_tokens_per_microbatch is None
 
 
-def test_shards_over_all_ranks_are_what_there_is() -> None:
-    """Fewer ranks per copy of the weights are verl's HYBRID_SHARD, which is refused and not ignored."""
-    size = f"{ACTOR}.fsdp_config.fsdp_size"
-    for given in ([f"{size}=-1"], [f"{size}=8"], [f"{size}=16", "trainer.nnodes=2", "trainer.n_gpus_per_node=8"]):
-        assert load(*given).config.actor.zero_stage == 1
-    with pytest.raises(UserError, match="fsdp_size = 8 of 16 ranks"):
-        load(f"{size}=8", "trainer.nnodes=2", "trainer.n_gpus_per_node=8")
+def test_shards_within_groups_of_ranks_are_ignored_aloud() -> None:
+    """verl's HYBRID_SHARD has a note of its own, which is not folded with those of other settings."""
+    for size in (f"{ACTOR}.fsdp_config.fsdp_size", f"{ACTOR}.fsdp.fsdp_size", "critic.model.fsdp_config.fsdp_size"):
+        assert load(f"{size}=-1").notes == []
+        found = load(f"{size}=8", f"{ACTOR}.strategy=fsdp", "trainer.nnodes=2")
+        assert found.config.actor.zero_stage == 1
+        (said,) = (one for one in found.notes if "HYBRID_SHARD" in one)
+        assert said.startswith(f"ignored: {size}=8") and "the numbers are the same" in said
 
 
 def test_every_target_is_a_setting() -> None:
@@ -709,13 +710,9 @@ def test_greedy_validation_overrules_its_temperature() -> None:
         (f"{ROLLOUT}.agent.default_agent_loop=tool_agent", "'single_turn_agent'"),
         (f"{ACTOR}.megatron.override_transformer_config.num_layers=4", "shapes come from config.json"),
         ("actor_rollout_ref.model.lora.dropout=0.1", "0: there is no dropout"),
-        ("data.custom_cls.path=x.py", "None: there is no loading of verl's data set classes; pass rows"),
-        ("data.sampler.class_path=x.py", "None: there is no loading of samplers"),
-        (f"{ACTOR}.fsdp_config.fsdp_size=4", "within nodes alone (HYBRID_SHARD)"),
-        ("actor_rollout_ref.ref.fsdp_config.fsdp_size=4", "within nodes alone (HYBRID_SHARD)"),
-        ("critic.model.fsdp_config.fsdp_size=4", "within nodes alone (HYBRID_SHARD)"),
-        (f"{ACTOR}.fsdp.fsdp_size=8", "within nodes alone (HYBRID_SHARD)"),
-        ("fsdp=hybrid_shard auto_wrap", "HYBRID_SHARD"),
+        ("data.custom_cls.path=x.py", "None: there is no loading of verl's data set classes; name a function"),
+        ("data.sampler.class_path=x.py", "None: there is no loading of verl's samplers"),
+        ("fsdp=hybrid_shard auto_wrap", "shards over all ranks"),
         ("algorithm.rollout_correction.rollout_is=batch", "one of None, 'token', 'sequence'"),
         ("trainer.resume_mode=resume_path", "the directory of a checkpoint"),
         (f"{ROLLOUT}.name=trtllm", "there is no rollout.engine 'trtllm'"),

@@ -63,6 +63,13 @@ def test_one_reply_is_a_prompt_with_its_response(tmp_path: Path, tokenizers: dic
     assert pair.response_tokens.tolist() == [*tokenizer.encode("5"), tokenizer.eos_token_id]
 
 
+def test_a_conversation_beside_a_response_is_refused(tmp_path: Path, tokenizers: dict[str, Any]) -> None:
+    row = {"messages": ASK, "answer": "5", "response": None}
+    with pytest.raises(UserError, match='a response in column "answer"'):
+        load(tmp_path, tokenizers["qwen2.5"], row)
+    assert len(load(tmp_path, tokenizers["qwen2.5"], row, answer_key="response")) == 1
+
+
 def test_a_template_that_drops_reasoning_gives_a_branch_per_reply(tmp_path: Path, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers["qwen3"]
     (rollout,) = load(tmp_path, tokenizer, {"messages": [ASK[0], THINKS, *MORE]})

@@ -76,5 +76,9 @@ def test_a_command(mistake: Mistake, task: Path, tmp_path: Path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     name, *arguments = (text.replace("{files}", str(task)) for text in mistake.given)
     command = train if name == "train" else importlib.import_module(f"tools.{name}").main
-    assert command(arguments) == EXIT_USER_ERROR
+    try:
+        code = command(arguments)
+    except SystemExit as end:  # of the parser
+        code = end.code
+    assert code == EXIT_USER_ERROR
     mistake.assert_answered_by(capsys.readouterr().err.partition("error: ")[2], task)

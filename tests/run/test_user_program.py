@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megatron_rl
 from distributed import run_ranks
@@ -66,7 +68,11 @@ def test_a_program_of_trl_trains(task: Path, tmp_path: Path) -> None:
 SAME = """
 import json
 import sys
+import tempfile
+from pathlib import Path
 import megatron_rl
+import numpy as np
+from transformers import AutoModelForCausalLM
 
 model, out, kind, file = sys.argv[1:]
 rows = [json.loads(line) for line in open(file)]
@@ -77,22 +83,44 @@ def count(data_source, solution_str, ground_truth, extra_info):
 def count_batch(completions, **columns):
     return [float(sum(c.isdigit() for c in text)) for text in completions]
 
+def make():
+    return rows
+
+def order(prompts, epoch):
+    return np.random.default_rng([1, epoch]).permutation(len(prompts))
+
 config = {"model.dtype": "float32", "data": {"train_batch_size": 2, "max_response_length": 8, "max_prompt_length": 16},
           "rollout": {"engine": "hf", "n": 2}, "trainer": {"total_steps": 2, "run_dir": out, "save_final": False}}
-data, reward = (file, count) if kind == "file" else (rows, count_batch)
-megatron_rl.Trainer(model, config, data=data, reward=reward).train()
+data, reward = {"file": (file, count), "object": (rows, count_batch), "function": ([__file__ + ":make"], count)}[kind]
+if kind == "object":
+    tempfile.tempdir = out + "_models"
+    Path(tempfile.tempdir).mkdir()
+    model = AutoModelForCausalLM.from_pretrained(model)
+if kind == "function":
+    config["data"]["shuffle"] = __file__ + ":order"
+if __name__ == "__main__":  # the file is imported for its functions, too
+    trainer = megatron_rl.Trainer(model, config, data=data, reward=reward)
+    trainer.train()
+    try:
+        trainer.train()
+    except megatron_rl.UserError as error:
+        assert str(error).startswith("the loop of a trainer that has ended")
+    else:
+        sys.exit("it trained twice")
 """
 
 
 def test_rows_and_a_batch_function_train_like_a_file_and_a_function(task: Path, tmp_path: Path) -> None:
-    """The records of both programs are equal to the last bit."""
+    """The records are equal to the last bit, also with a model object, and with functions for rows and order."""
     (tmp_path / "program.py").write_text(SAME)
-    for kind in ("file", "object"):
+    for kind in ("file", "object", "function"):
         (tmp_path / kind).mkdir()
         arguments = (task / "model", tmp_path / kind / "run", kind, task / "train.jsonl")
         assert_succeeded(fork_ranks(partial(run_script, tmp_path / "program.py", *arguments), 1, tmp_path / kind))
-    first, second = (read_records(tmp_path / kind / "run") for kind in ("file", "object"))
-    assert len(first) == 2 and first == second
+    first, second, third = (read_records(tmp_path / kind / "run") for kind in ("file", "object", "function"))
+    assert len(first) == 2 and first == second == third
+    (saved,) = (tmp_path / "object/run_models").glob("megatron_rl_models_*/object:*")
+    assert {file.name for file in saved.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.model"}
 
 
 def f(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
@@ -144,6 +172,10 @@ def use_in_a_notebook(rank: int, world_size: int, task: Path) -> dict[str, Any]:
         lambda: sample([5]),
         lambda: sample(5),
         lambda: sample(["1+1="], n=0),
+        lambda: policy.save(None, 1),
+        lambda: policy.save("here", "1"),
+        lambda: policy.load(5),
+        lambda: policy.export([]),
     ):
         with pytest.raises(UserError) as caught:
             mistake()
@@ -169,6 +201,10 @@ def test_rewards_of_every_kind_and_mistakes_of_a_notebook(task: Path, tmp_path: 
         "prompt 0 is a int: 5",
         "prompts = 5",
         "n = 0",
+        "a NoneType: None",
+        "a str: '1'",
+        "a int: 5",
+        "a list: []",
     ]
 
 
@@ -184,6 +220,51 @@ def test_ranks_with_other_rows_are_refused(task: Path) -> None:
     assert first == second and first.startswith("the ranks do not agree: object:train?")
 
 
+OTHER_WEIGHTS = """
+import os
+import sys
+import tempfile
+from pathlib import Path
+import megatron_rl
+from transformers import AutoModelForCausalLM
+
+path, out = sys.argv[1:]
+tempfile.tempdir, rank = out, int(os.environ["RANK"])
+model = AutoModelForCausalLM.from_pretrained(path)
+model.get_input_embeddings().weight.data[0] += rank // 2
+config = {"data": {"train_batch_size": 4, "max_response_length": 8, "max_prompt_length": 16},
+          "rollout": {"engine": "hf", "n": 2}, "trainer": {"total_steps": 1}}
+try:
+    megatron_rl.load(model, config, data=["1+1="] * 4, reward=lambda completions, **columns: [0.0] * len(completions))
+except megatron_rl.UserError as error:
+    Path(out, f"{rank}.txt").write_text(str(error).splitlines()[0])
+"""
+
+
+def test_ranks_with_other_weights_are_refused(task: Path, tmp_path: Path) -> None:
+    """Each rank passes a model; ranks with equal ones write it once."""
+    (tmp_path / "program.py").write_text(OTHER_WEIGHTS)
+    assert_succeeded(fork_ranks(partial(run_script, tmp_path / "program.py", task / "model", tmp_path), 3, tmp_path))
+    found = {(tmp_path / f"{rank}.txt").read_text() for rank in range(3)}
+    assert len(found) == 1 and found.pop().startswith(f"the ranks do not agree: {tmp_path}/megatron_rl_models_")
+    assert len([*tmp_path.glob("megatron_rl_models_*/object:*")]) == 2
+
+
+def test_a_model_object_needs_a_tokenizer(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(task / "model")
+    model.name_or_path = ""
+    with pytest.raises(UserError, match="a model without a tokenizer(.|\n)*processing_class=tokenizer"):
+        read_program(model, None, [], {"data": ROWS})
+    given = {"processing_class": AutoTokenizer.from_pretrained(task / "model"), "data": ROWS}
+    config = read_program(model, None, [], given)[0]
+    assert Path(config.model.path, "tokenizer.json").is_file() and not [*tmp_path.glob("*/tmp*")]
+    with pytest.raises(UserError, match="generates no text(.|\n)*AutoModelForCausalLM"):
+        read_program(model.model, None, [], {"data": ROWS})
+    with pytest.raises(UserError, match="it cannot be written: (.|\n)*meta"):
+        read_program(model.to("meta"), None, [], {**given, "data": ROWS})
+
+
 def test_rows_are_read_from_every_kind_of_object() -> None:
     """Equal rows have equal names; names hold a digest."""
     names = pass_rows("train", ROWS)
@@ -191,6 +272,7 @@ def test_rows_are_read_from_every_kind_of_object() -> None:
     assert names != pass_rows("train", ROWS[::-1]) and names != pass_rows("validation", ROWS)
     rows = [*read_rows(names)]
     assert [row.columns for row in rows] == ROWS and rows[2].location == "train data, row 3"
+    assert names == pass_rows("train", lambda: iter(ROWS))
     assert [row.columns for row in read_rows(pass_rows("x", ["1+1=", "1+2="]))] == [
         {"prompt": "1+1="},
         {"prompt": "1+2="},

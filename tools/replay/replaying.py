@@ -138,6 +138,7 @@ def make_config(capsule: Capsule, run_dir: Path, overrides: Sequence[str]) -> Ru
     sections["data"] |= {
         "train_files": [str(capsule.directory / ROLLOUTS_FILE)],
         "weights": None,
+        "shuffle": True,
         "pass_rates": None,
         "validation_files": [],
         "prompt_key": "prompt",
