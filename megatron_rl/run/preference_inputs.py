@@ -85,6 +85,6 @@ def read_preference_inputs(config: RunConfig, world_size: int) -> PreferenceInpu
         name: load_preferences([file], tokenizer, data, is_paired=is_paired, limit=data.validation_limit)
         for name, file in name_files(data.validation_files).items()
     }
-    check_mixture(data, train.file_sizes)
+    check_mixture(data, train)
     plan = plan_preferences(config, world_size, len(train.examples))
     return PreferenceInputs(roles["actor"], train, plan, note_models(config, roles), roles.get("reference"), validation)
