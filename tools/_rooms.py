@@ -41,6 +41,6 @@ ROOMS: dict[str, Room] = {
     "capsule": Room(8, "capture of a step"),
     "run": Room(9, "the loops (RL, fine-tuning), and a run: command line, inputs, checkpoints, watchdog"),
     "__init__": Room(10, "the public names"),
-    "tools": Room(10, "other commands, and wings: benchmarks, conversion, replay, parity, rehearsal, viewer, planning"),
+    "tools": Room(10, "commands; wings: benchmarks, conversion, replay, parity, rehearsal, serving, viewer, planning"),
     "launch": Room(11, "entry points, recipes"),
 }

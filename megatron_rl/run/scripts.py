@@ -16,6 +16,7 @@ SCRIPTS = {
     "convert to-megatron": "tools/convert_hf_to_megatron.py",
     "convert to-huggingface": "tools/convert_megatron_to_hf.py",
     "view": "tools/view_rollouts.py",
+    "serve": "tools/serve.py",
     "toy-task": "tools/make_toy_task.py",
 }
 _USAGE = """usage: megatron-rl COMMAND [--nproc-per-node N] ARGUMENTS

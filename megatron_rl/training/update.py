@@ -68,7 +68,7 @@ class OptimizerStep:
 
     def __init__(self, step: EagerStep, role: str) -> None:
         self._step, self._role = step, role
-        self._passes: list[Pass] = []
+        self.passes: list[Pass] = []
 
     def forward_backward(self, minibatch: TrainBatch, loss: StepLoss) -> None:
         """Add the gradients of a loss over a minibatch to those since the last step.
@@ -79,7 +79,7 @@ class OptimizerStep:
             UserError: a second call before `optim_step`, and the first has reduced its gradients; on every rank.
         """
         step, optimizer = self._step, self._step.optimizer
-        passes, self._passes = self._passes if optimizer.has_gradients else [], []
+        passes, self.passes = self.passes if optimizer.has_gradients else [], []
         if passes and any(stage.ddp_config.overlap_grad_reduce for stage in step.model.ddp):
             from megatron_rl.training.step_failures import refuse_second_pass
 
@@ -95,7 +95,7 @@ class OptimizerStep:
         rows = step.run(minibatch, loss)
         totals = _reduce(rows, loss, step.model.groups, minibatch.tokens.device)
         found = dict(zip(loss.metric_names, totals.unbind(), strict=True))
-        self._passes = [*passes, Pass(minibatch, loss, rows, found)]
+        self.passes = [*passes, Pass(minibatch, loss, rows, found)]
 
     def optim_step(self, **given: Any) -> StepResult | None:
         """Update the weights with the accumulated gradients; without any, change nothing and return `None`.
@@ -109,7 +109,7 @@ class OptimizerStep:
                 gradient; on every rank.
         """
         optimizer, groups = self._step.optimizer, self._step.model.groups
-        passes, self._passes = self._passes if optimizer.has_gradients else [], []
+        passes, self.passes = self.passes if optimizer.has_gradients else [], []
         if not passes:
             return None
         optimizer.restore()

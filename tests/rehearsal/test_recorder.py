@@ -201,7 +201,7 @@ def _plant(rank: int, world_size: int, path: Path) -> dict[str, tuple[str, str |
                     for minibatch in batch.minibatches():
                         take_step(actor, minibatch, loss)
             found[loss.__name__] = str(caught.value), caught.value.source
-            actor._update._pending = None
+            actor.update.passes = []
     return found
 
 

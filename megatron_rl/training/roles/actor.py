@@ -56,7 +56,7 @@ class Actor:
         self._hidden: list[torch.Tensor] = []  # by microbatch, for the MTP layer
         head = self._keep_hidden if config.mtp_lr else self.head
         self.step = build_step(self.model, head, self.optimizer, config)
-        self._update = OptimizerStep(self.step, "actor")
+        self.update = OptimizerStep(self.step, "actor")
         self._router_bias_rate = config.router_bias_rate
         self._kl_coef = torch.zeros((), device=self.model.device)
         self._is_first_pass = torch.zeros((), dtype=torch.bool, device=self.model.device)
@@ -116,7 +116,7 @@ class Actor:
         if self.model.routing is not None:
             minibatch = replace(minibatch, flipped=torch.zeros_like(minibatch.loss_mask))
         step_loss.set_settings(settings)
-        self._update.forward_backward(minibatch, step_loss)
+        self.update.forward_backward(minibatch, step_loss)
         hidden, self._hidden = self._hidden, []
         if self.mtp is not None:
             from megatron_rl.training.roles.mtp import list_inputs
@@ -128,7 +128,7 @@ class Actor:
 
         Metrics of a user-defined loss are means per token, as `<function name>/<metric>`.
         """
-        result = self._update.optim_step(**given)
+        result = self.update.optim_step(**given)
         if result is None:
             return {}
         routing = self.model.routing

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server on the task of sixteen sums, over loopback HTTP, by messages as the client writes them.
+
+Not covered: the client itself, which the test environment does not have (docs/serving_programs.md lists what was tried
+with it), vLLM, and GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from launch_runs import ROOT, find_free_port, run_script
+from rl_runs import layout_overrides, load_nested, overrides_for
+from tools.serving import http_api
+from tools.serving.wire import MESSAGES
+
+Post = Callable[..., Any]
+SUMS = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13], [4, 4, 4]]
+ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+
+
+def be_server(rank: int, world_size: int, store_port: int, recipe: Path, arguments: list[str], log: Path) -> None:
+    """Be one rank of a server, with its output in a file."""
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store_port))
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    http_api.LONG_POLL_SECONDS = 0.2
+    os._exit(run_script(ROOT / "tools/serve.py", recipe, *arguments))
+
+
+@contextmanager
+def served(task: Path, directory: Path, world_size: int = 1, *extra: str) -> Iterator[tuple[Post, Any]]:
+    """Start a server; yield a function that posts to it, and its first rank's process."""
+    directory.mkdir(exist_ok=True)
+    recipe, log, port = directory / "recipe.yaml", directory / "log", find_free_port()
+    overrides = overrides_for(task, directory / "run", "rollout.engine=hf", "data.max_prompt_length=16")
+    recipe.write_text(json.dumps(load_nested([*overrides, "actor.max_tokens_per_microbatch=32"])))
+    log.write_text("")
+    arguments = ["serve.port=0", "serve.name=toy", *extra]
+    context = get_context("fork")
+    ranks = [
+        context.Process(target=be_server, args=(rank, world_size, port, recipe, arguments, log))
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        deadline = time.monotonic() + 120
+        while not (found := re.search(r"serving on (\S+)", log.read_text())):
+            assert time.monotonic() < deadline and ranks[0].is_alive(), log.read_text()
+            time.sleep(0.05)
+        yield make_post(found[1]), ranks[0]
+        if ranks[0].is_alive():
+            os.kill(ranks[0].pid or 0, signal.SIGTERM)
+        for rank in ranks:
+            rank.join(60)
+        assert [rank.exitcode for rank in ranks][1:] == [0] * (world_size - 1), log.read_text()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def make_post(url: str) -> Post:
+    def post(path: str, body: Any, headers: dict[str, str] | None = None) -> Any:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        given = {"x-api-key": "tml-test", "content-type": "application/json"} | (headers or {})
+        request = urllib.request.Request(f"{url}/api/v1/{path}", data, given)
+        try:
+            with urllib.request.urlopen(request) as answer:
+                raw = answer.read()
+                return json.loads(raw) if "json" in answer.headers["content-type"] else raw
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    return post
+
+
+def wait_for(post: Post, promise: Any) -> Any:
+    """Fetch the answer of a promise, as often as it takes."""
+    while (found := post("retrieve_future", {"request_id": promise["request_id"]})) == (408, '{"detail":"not yet"}'):
+        pass
+    return found
+
+
+class Client:
+    """A training client: numbers its requests; `number` of a call overrides the next one."""
+
+    def __init__(self, post: Post, session: str, index: int, **load: Any) -> None:
+        self.post, self.session, self.next = post, session, 1
+        body = {"session_id": session, "model_seq_id": index, "base_model": "toy"}
+        path = "load_weights" if load else "create_model"
+        self.model = wait_for(post, post(path, body | load))["model_id"]
+
+    def number(self, given: int | None) -> int:
+        self.next += given is None
+        return self.next - 1 if given is None else given
+
+    def forward_backward(self, rows: list[list[int]], number: int | None = None, forward_only: bool = False) -> Any:
+        request = MESSAGES["ForwardBackwardRequest"](
+            model_id=self.model, seq_id=self.number(number), loss_fn="cross_entropy", forward_only=forward_only
+        )
+        for row in rows:
+            datum = request.data.add()
+            datum.model_input.add().encoded_text.tokens = np.array(row[:-1], "<i4").tobytes()
+            for name, values, dtype in (("target_tokens", row[1:], "<i8"), ("weights", [1.0] * (len(row) - 1), "<f4")):
+                tensor = datum.loss_fn_inputs[name]
+                tensor.dense, tensor.dtype = np.array(values, dtype).tobytes(), 2 if dtype == "<i8" else 1
+                tensor.shape.append(len(values))
+        return self.post("forward_backward", request.SerializeToString())
+
+    def call(self, path: str, number: int | None = None, /, **body: Any) -> Any:
+        return self.post(path, {"model_id": self.model, "seq_id": self.number(number), **body})
+
+    def optim_step(self, number: int | None = None) -> Any:
+        return self.call("optim_step", number, adam_params=ADAM)
+
+    def train(self, rows: list[list[int]]) -> None:
+        self.forward_backward(rows)
+        assert "metrics" in wait_for(self.post, self.optim_step())
+
+    def logprobs(self, rows: list[list[int]]) -> list[np.ndarray]:
+        answer = wait_for(self.post, self.forward_backward(rows, forward_only=True))
+        return read_logprobs(answer)
+
+
+def read_logprobs(answer: bytes) -> list[np.ndarray]:
+    found = MESSAGES["ForwardBackwardOutput"].FromString(answer)
+    return [np.frombuffer(record.fields["logprobs"].data, "<f4") for record in found.loss_fn_outputs]
+
+
+def sample(post: Post, session: str, number: int, **more: Any) -> Any:
+    body = {
+        "sampling_session_id": session,
+        "seq_id": number,
+        "prompt": {"chunks": [{"tokens": [3, 4, 5], "type": "encoded_text"}]},
+        "num_samples": 2,
+        "sampling_params": {"max_tokens": 6, "seed": 1, "stop": []},
+        "prompt_logprobs": True,
+    }
+    promise = post("asample", body | more)
+    assert len(promise["sample_sequence_ids"]) == 2
+    found = MESSAGES["SampleResponse"].FromString(wait_for(post, promise))
+    rows = [(np.frombuffer(x.tokens, "<i4"), np.frombuffer(x.logprobs, "<f4")) for x in found.sequences]
+    return rows, np.frombuffer(found.prompt_logprobs, "<f4")
+
+
+def equal(mine: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [[], ["actor.lora.rank=4", "actor.lora.alpha=8"]], ids=["all-weights", "adapters"])
+def test_models_take_turns_and_outlive_the_server(task: Path, tmp_path: Path, extra: list[str]) -> None:
+    """Chunks in any order, repetitions, three models, a kill and a stop: each equals its plain counterpart."""
+    with served(task, tmp_path / "a", 1, *extra) as (post, process):
+        session = post("create_session", {})["session_id"]
+        plain, mixed, whole = (Client(post, session, index) for index in range(3))
+        before = plain.logprobs(SUMS)
+        for client in (plain, mixed):
+            client.next = 2
+        first = plain.forward_backward(SUMS[:2], 2), plain.forward_backward(SUMS[2:], 3), plain.optim_step(4)
+        # The same, with the last ones first, a repetition, and another model's step in between.
+        promise = mixed.optim_step(4)
+        again = [mixed.forward_backward(rows, number) for number, rows in ((3, SUMS[2:]), (2, SUMS[:2]), (3, SUMS[2:]))]
+        assert post("retrieve_future", promise)[0] == 408
+        mixed.forward_backward(SUMS, 1, forward_only=True)
+        whole.train(SUMS)
+        assert again[0] == again[2] and wait_for(post, promise) == wait_for(post, first[2])
+        plain.next = mixed.next = 5
+        after = plain.logprobs(SUMS)
+        assert equal(after, mixed.logprobs(SUMS)) and not equal(after, before)
+        for mine, theirs in zip(after, whole.logprobs(SUMS), strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-4)
+
+        # Gradients of an unfinished step survive the turns of others.
+        plain.forward_backward(SUMS[:2])
+        whole.train(SUMS)
+        mixed.forward_backward(SUMS[:2])
+        for client in (plain, mixed):
+            wait_for(post, client.optim_step())
+        assert equal(plain.logprobs(SUMS), mixed.logprobs(SUMS))
+
+        # A part of a batch is never learned from.
+        refused = wait_for(post, plain.forward_backward([[3, 400]]))
+        assert refused["category"] == "user" and "token ids below" in refused["error"]
+        assert "gradients are incomplete" in wait_for(post, plain.optim_step())["error"]
+        assert equal(plain.logprobs(SUMS), mixed.logprobs(SUMS))
+
+        snapshot = wait_for(post, plain.call("save_weights_for_sampler", sampling_session_seq_id=0))[
+            "sampling_session_id"
+        ]
+        rows, prompt = sample(post, snapshot, 0)
+        own = plain.logprobs([[3, 4, 5, *rows[0][0].tolist()]])[0]
+        assert np.isnan(prompt[0]) and np.allclose(prompt[1:], own[:2], atol=1e-6)
+        assert np.allclose(rows[0][1], own[2:], atol=1e-5) and not np.array_equal(rows[0][0], rows[1][0])
+        saved = wait_for(post, plain.call("save_weights", path="step-1", ttl_seconds=3600))["path"]
+        plain.train(SUMS)
+        again, _ = sample(post, snapshot, 1)
+        assert all(np.array_equal(a[0], b[0]) for a, b in zip(rows, again, strict=True))  # the weights of the snapshot
+        expected = plain.logprobs(SUMS)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+    with served(task, tmp_path / "a", 1, *extra) as (post, process):
+        session = post("create_session", {})["session_id"]
+        resumed = Client(post, session, 0, path=saved, optimizer=True)
+        resumed.train(SUMS)
+        assert equal(resumed.logprobs(SUMS), expected)
+        weights = Client(post, session, 1, path=saved, optimizer=False)
+        weights.train(SUMS)  # without Adam's moments, another step
+        assert not equal(weights.logprobs(SUMS), expected)
+    index = json.loads((tmp_path / "a/run/checkpoints.json").read_text())
+    stopped = [path for path in index if path.endswith("/weights/server-stopped")]
+    assert saved in index and len(stopped) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp", "pp", "dp"])
+def test_two_ranks_serve_as_one_does(task: Path, tmp_path: Path, layout: str) -> None:
+    """Losses, steps and greedy samples of two ranks, for two models in turns; an idle server stays up."""
+    extra = {"tp": layout_overrides(2, 1, 1), "pp": layout_overrides(1, 2, 1), "dp": []}[layout]
+    found = []
+    for world_size, arguments in ((1, []), (2, [*extra, "trainer.collective_timeout=8"])):
+        with served(task, tmp_path / str(world_size), world_size, *arguments) as (post, _):
+            if world_size == 2:
+                time.sleep(12)
+            session = post("create_session", {})["session_id"]
+            clients = [Client(post, session, index) for index in range(2)]
+            for _ in range(2):
+                for client in clients:
+                    client.train(SUMS)
+            name = wait_for(post, clients[0].call("save_weights_for_sampler", sampling_session_seq_id=0))
+            params = {"max_tokens": 6, "temperature": 0.0, "stop": []}
+            rows, prompt = sample(post, name["sampling_session_id"], 0, sampling_params=params)
+            found.append((*clients[1].logprobs(SUMS), *(row[1] for row in rows), prompt[1:]))
+    for one, two in zip(*found, strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-4)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of requests on rank 0, before any rank sees them: a request that passes can be run by all ranks alike."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.engines.protocol import Sampled
+from megatron_rl.engines.token_requests import TokenRequest
+from tools.serving.wire import LENGTH, MESSAGES, NO_LOGPROB, STOP, refuse
+
+LOSSES = "importance_sampling, ppo, cispo, dro, gspo or cross_entropy"
+_ADAM = {  # AdamParams -> its default, and the setting of `optim_step`
+    "learning_rate": (1e-4, "lr"),
+    "beta1": (0.9, "beta1"),
+    "beta2": (0.95, "beta2"),
+    "eps": (1e-12, "eps"),
+    "weight_decay": (0.0, "weight_decay"),
+    "grad_clip_norm": (0.0, "grad_clip_norm"),
+}
+_MOST_SAMPLES, _MOST_TOP = 1024, 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes of the served model.
+
+    Attributes:
+        context: tokens of prompt and response together.
+    """
+
+    vocab_size: int
+    context: int
+
+
+def check_tokens(tokens: np.ndarray, where: str, limits: Limits) -> None:
+    """Raise a UserError for a token outside of the vocabulary."""
+    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < limits.vocab_size:
+        wrong = tokens[(tokens < 0) | (tokens >= limits.vocab_size)].flat[0]
+        raise refuse(f"{where}: token {wrong}", where, f"0 to {limits.vocab_size - 1}", "use the tokenizer of get_info")
+
+
+def read_adam(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `optim_step` for an optim_step request; their ranges are checked there."""
+    given = body.get("adam_params")
+    if not isinstance(given, Mapping):
+        raise refuse(
+            "an optim_step without adam_params", "optim_step", "AdamParams; this server has no other optimizer"
+        )
+    if unknown := given.keys() - _ADAM.keys():
+        raise refuse(f"AdamParams with {', '.join(sorted(unknown))}", "adam_params", ", ".join(_ADAM))
+    found = {ours: read_number(given, name, default) for name, (default, ours) in _ADAM.items()}
+    betas = found.pop("beta1"), found.pop("beta2")
+    return found | {"betas": betas, "grad_clip_norm": max(found["grad_clip_norm"], 0.0)}
+
+
+def read_number(given: Mapping[str, Any], name: str, default: Any, kind: type = float) -> Any:
+    """Return a finite number of a JSON object; `default` if it is absent or null."""
+    value = given.get(name)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or (kind is int and value != int(value)):
+        raise refuse(f"{name} = {value!r:.80}", name, "a whole number" if kind is int else "a finite number")
+    return kind(value)
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """A checked sampling request; `num_scored`: last tokens of the prompt whose log-probs are returned."""
+
+    request: TokenRequest
+    num_samples: int
+    num_scored: int
+
+
+def read_sample(body: Mapping[str, Any], limits: Limits) -> SampleJob:
+    """Return the job of an asample request.
+
+    Raises:
+        UserError: it cannot be served as it is.
+    """
+    if body.get("record_stability_info"):
+        found = "a sample for stable_reinforce, whose formula is not published"
+        raise refuse(found, "record_stability_info", hint=f"pass loss_fn={LOSSES}")
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
+        if body.get(name):
+            raise refuse(f"a sample with {name}", name, "a request without it", "topk_prompt_logprobs is served")
+    prompt = read_prompt(body.get("prompt"), limits)
+    given = body.get("sampling_params")
+    given = given if isinstance(given, Mapping) else {}
+    room = limits.context - len(prompt)
+    numbers: dict[str, tuple[Any, float, float]] = {
+        "prompt tokens": (len(prompt), 1, limits.context - 1),
+        "max_tokens": (read_number(given, "max_tokens", max(room, 1), int), 1, math.inf),
+        "temperature": (read_number(given, "temperature", 1.0), 0, math.inf),
+        "top_p": (read_number(given, "top_p", 1.0), 1e-9, 1),
+        "top_k": (read_number(given, "top_k", -1, int), -1, math.inf),
+        "num_samples": (read_number(body, "num_samples", 1, int), 1, _MOST_SAMPLES),
+        "topk_prompt_logprobs": (read_number(body, "topk_prompt_logprobs", 0, int), 0, _MOST_TOP),
+        "topk_sample_logprobs": (read_number(body, "topk_sample_logprobs", 0, int), 0, _MOST_TOP),
+        "prompt_logprobs_last_n": (read_number(body, "prompt_logprobs_last_n", len(prompt), int), 1, len(prompt)),
+    }
+    for name, (value, least, largest) in numbers.items():
+        if not least <= value <= largest:
+            raise refuse(f"{name} = {value}", "asample", f"{least} to {largest}")
+    values = {name: value for name, (value, _, _) in numbers.items()}
+    stop_ids, stops = _read_stops(given.get("stop"))
+    seed, top_prompt = read_number(given, "seed", None, int), values["topk_prompt_logprobs"]
+    is_scored = bool(body.get("prompt_logprobs"))
+    request = TokenRequest(
+        prompt,
+        max_tokens=min(values["max_tokens"], room),
+        seed=secrets.randbits(62) if seed is None else abs(seed),
+        temperature=values["temperature"],
+        top_p=values["top_p"],
+        top_k=values["top_k"] or -1,
+        stop=stops,
+        stop_token_ids=stop_ids,
+        top_logprobs=values["topk_sample_logprobs"],
+        prompt_logprobs=top_prompt if is_scored or top_prompt else None,
+    )
+    return SampleJob(request, values["num_samples"], values["prompt_logprobs_last_n"] if is_scored else 0)
+
+
+def write_samples(job: SampleJob, found: Sequence[Sampled]) -> bytes:
+    """Return the result of a sampling request."""
+    out, request = MESSAGES["SampleResponse"](), job.request
+    all_scores: list[Any] = [one.scores for one in found]
+    scores = all_scores[0]
+    for one, own in zip(found, all_scores, strict=True):
+        sequence = out.sequences.add(stop_reason=STOP if one.finish_reason == "stop" else LENGTH)
+        sequence.tokens, sequence.logprobs = one.tokens.astype("<i4").tobytes(), one.logprobs.astype("<f4").tobytes()
+        if request.top_logprobs:
+            _write_top(sequence.topk_sampled_logprobs, own.top_ids, own.top_logprobs)
+    unscored = len(request.tokens) - job.num_scored
+    if job.num_scored:
+        logprobs = np.where(np.arange(len(request.tokens)) < unscored, np.nan, scores.prompt_logprobs)
+        out.prompt_logprobs = logprobs.astype("<f4").tobytes()
+    if request.prompt_logprobs:
+        _write_top(out.topk_prompt_logprobs, scores.prompt_top_ids, scores.prompt_top_logprobs)
+    return out.SerializeToString()
+
+
+def _write_top(message: Any, ids: np.ndarray, logprobs: np.ndarray) -> None:
+    is_empty = ~(logprobs > NO_LOGPROB)  # of the first token, and of tokens that top-p or top-k cut
+    message.token_ids = np.where(is_empty, 0, ids).astype("<i4").tobytes()
+    message.logprobs = np.where(is_empty, NO_LOGPROB, logprobs).astype("<f4").tobytes()
+    message.length, message.k = ids.shape
+
+
+def read_prompt(prompt: Any, limits: Limits) -> np.ndarray:
+    """Return the tokens of a model input in JSON."""
+    chunks = prompt.get("chunks") if isinstance(prompt, Mapping) else None
+    tokens: list[Any] = []
+    for chunk in chunks if isinstance(chunks, list) else [None]:
+        held = chunk.get("tokens") if isinstance(chunk, Mapping) else None
+        if not isinstance(held, list) or not all(type(token) is int for token in held):
+            raise refuse("a prompt with an image, audio or no tokens", "prompt", "chunks of text tokens")
+        tokens += held
+    if any(abs(token) > np.iinfo(np.int32).max for token in tokens):
+        raise refuse("a prompt with a number that is no token", "prompt", f"0 to {limits.vocab_size - 1}")
+    found = np.array(tokens, np.int32)
+    check_tokens(found, "prompt", limits)
+    return found
+
+
+def _read_stops(stop: Any) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    """Return stop tokens and stop texts: the model's own tokens by default, and nothing for an empty list."""
+    if stop is None:
+        return None, ()
+    stops: Any = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not (
+        all(isinstance(one, str) and one for one in stops) or all(type(one) is int for one in stops)
+    ):
+        raise refuse(f"stop = {stop!r:.80}", "stop", "a text, a list of texts, or a list of tokens")
+    if stops and isinstance(stops[0], str):
+        return (), tuple(stops)
+    return tuple(stops), ()
