@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorders of sampling in vLLM v1: the sets that tokens are drawn from, and the experts of every token.
+"""Recorders of sampling in vLLM: responses; in v1 also the sets that tokens are drawn from, and experts of tokens.
 
 Truncation is our own definition, applied before vLLM's sampler. A request carries its limits in
 `SamplingParams.extra_args`. Sets are stored by request and position, so that the set of a token discarded by chunked
@@ -11,7 +11,11 @@ KV-cache block, for prefix-cache hits, and per request, for preemption.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,6 +48,75 @@ def list_sampling_arguments(name: str, request: Request) -> dict[str, Any]:
         detokenize=False,
         extra_args=extra,
     )
+
+
+@dataclass
+class Response:
+    """Sampled tokens with their log-probs, NaN if vLLM scored another token.
+
+    Attributes:
+        num_cached: number of request tokens found in the prefix cache, once the first token is sampled.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    num_cached: int | None = None
+    is_stopped: bool = False
+
+
+class ResponseRecorder:
+    """A replacement of vLLM's `OutputProcessor`, which also prepares text, statistics and log-probs of other tokens.
+
+    Log-probs are read from the arrays of a step, before vLLM cuts them into an object per request.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.running: dict[str, Response] = {}  # by vLLM's name of the request
+        self._scored: dict[str, tuple[int, float]] = {}  # of the last step
+        self._update, scheduler.update_from_output = scheduler.update_from_output, self._take_logprobs
+
+    def _take_logprobs(self, scheduled: Any, output: Any) -> Any:
+        if output.logprobs is not None:
+            columns = (x[:, 0].tolist() for x in (output.logprobs.logprob_token_ids, output.logprobs.logprobs))
+            self._scored = dict(zip(output.req_ids, zip(*columns, strict=True), strict=True))
+            output.logprobs = None
+        return self._update(scheduled, output)
+
+    def add_request(self, request: Any, *text: Any) -> None:
+        """Start an empty response."""
+        self.running[request.request_id] = Response()
+
+    def process_outputs(self, outputs: Iterable[Any], **statistics: Any) -> Any:
+        """Append each request's token; return finished ones with their names as `request_outputs`."""
+        ended, running, scored = [], self.running, self._scored
+        for output in outputs:
+            name, tokens = output.request_id, output.new_token_ids
+            response = running.get(name)
+            if response is None:  # interrupted during the step
+                continue
+            if tokens:
+                token, logprob = scored[name]
+                response.tokens += tokens
+                response.logprobs.append(logprob if tokens == [token] else math.nan)
+            if response.num_cached is None and output.prefill_stats is not None:
+                response.num_cached = output.prefill_stats.num_cached_tokens
+            if output.finish_reason is not None:
+                response.is_stopped = str(output.finish_reason) == "stop"
+                ended.append((name, running.pop(name)))
+        return SimpleNamespace(request_outputs=ended, reqs_to_abort=[])
+
+    def abort_requests(self, names: Sequence[str], internal: bool) -> Sequence[str]:
+        """Drop responses; return the names for the scheduler."""
+        for name in names:
+            self.running.pop(name, None)
+        return names
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether any request runs or waits."""
+        return bool(self.running)
+
+    def update_scheduler_stats(self, statistics: Any) -> None:
+        """Ignore vLLM's statistics."""
 
 
 class KeptSetRecorder:
