@@ -133,7 +133,7 @@ def _explain_no_accelerator() -> Finding:
 def _check_fast_paths() -> Iterator[Finding]:
     from megatron_rl.training.fast_path import find_kernels
 
-    for path in find_kernels("bfloat16", "auto", torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+    for path in find_kernels("bfloat16", "local", torch.device("cuda" if torch.cuda.is_available() else "cpu")):
         if path.is_fast:
             yield Finding(f"fast path: {path.part}", "ok", path.active)
         else:

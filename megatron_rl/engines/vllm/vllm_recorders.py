@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +63,15 @@ class Response:
     num_cached: int | None = None
     is_stopped: bool = False
 
+    def append(self, output: Any, scored: tuple[int, float]) -> None:
+        """Append a request's output of a step, whose log-prob is `scored`'s if it is for that token."""
+        self.tokens += output.new_token_ids
+        if output.new_token_ids:
+            self.logprobs.append(scored[1] if output.new_token_ids == [scored[0]] else math.nan)
+        if self.num_cached is None and output.prefill_stats is not None:
+            self.num_cached = output.prefill_stats.num_cached_tokens
+        self.is_stopped = output.finish_reason is not None and str(output.finish_reason) == "stop"
+
 
 class ResponseRecorder:
     """A replacement of vLLM's `OutputProcessor`, which also prepares text, statistics and log-probs of other tokens.
@@ -79,7 +88,7 @@ class ResponseRecorder:
         if output.logprobs is not None:
             columns = (x[:, 0].tolist() for x in (output.logprobs.logprob_token_ids, output.logprobs.logprobs))
             self._scored = dict(zip(output.req_ids, zip(*columns, strict=True), strict=True))
-            output.logprobs = None
+            output = replace(output, logprobs=None)
         return self._update(scheduled, output)
 
     def add_request(self, request: Any, *text: Any) -> None:
@@ -90,18 +99,12 @@ class ResponseRecorder:
         """Append each request's token; return finished ones with their names as `request_outputs`."""
         ended, running, scored = [], self.running, self._scored
         for output in outputs:
-            name, tokens = output.request_id, output.new_token_ids
+            name = output.request_id
             response = running.get(name)
             if response is None:  # interrupted during the step
                 continue
-            if tokens:
-                token, logprob = scored[name]
-                response.tokens += tokens
-                response.logprobs.append(logprob if tokens == [token] else math.nan)
-            if response.num_cached is None and output.prefill_stats is not None:
-                response.num_cached = output.prefill_stats.num_cached_tokens
+            response.append(output, scored.get(name, (-1, math.nan)))
             if output.finish_reason is not None:
-                response.is_stopped = str(output.finish_reason) == "stop"
                 ended.append((name, running.pop(name)))
         return SimpleNamespace(request_outputs=ended, reqs_to_abort=[])
 
