@@ -20,7 +20,7 @@ from megatron_rl.extension.registry import OBJECT
 from megatron_rl.observability.timers import StepProfiler
 from megatron_rl.parallel.collectives import Process, gather_objects, init_distributed, memory_in_use, open_store, world
 from megatron_rl.planning.role_layouts import find_gpu_memory
-from megatron_rl.run.building import RunSinks, check_agreement, group_timeout, launched_sizes
+from megatron_rl.run.building import RunSinks, check_agreement, group_timeout, launched_sizes, order_kernels
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs, localize, read_rl_inputs
@@ -73,6 +73,7 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
         from megatron_rl.run.user_program import enter_parts
 
         config = enter_parts(parts, config)
+    order_kernels(config)
     config, commits = localize(config)
     world_size, ranks_per_node = launched_sizes()
     memory, cluster, chosen = find_gpu_memory(), None, []
