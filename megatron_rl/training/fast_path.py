@@ -88,12 +88,7 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwis
     is_local = transformer_impl == "local"
     yield FastPath("layers", "megatron-core's own" if is_local else "Transformer Engine", True)
     if not is_cpu:
-        from megatron_rl.models.attention_kernels import LIBRARIES, describe_library
         from megatron_rl.models.delta_rule import apply_delta_rule, choose_delta_rule
-
-        for name, (_, instead) in LIBRARIES.items():
-            is_used = name == attention or (name == "transformer-engine" and not is_local)
-            yield FastPath(name, f"{describe_library(name)}{'' if is_used else ', not used'}", is_used, instead)
 
         rule = choose_delta_rule(device, DTYPES[dtype])
         yield FastPath(
@@ -114,6 +109,11 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwis
             "one pass over logits, gates and their gradients",
             "pip install triton",
         )
+        from megatron_rl.models.attention_kernels import LIBRARIES, describe_library
+
+        for name, (_, instead) in LIBRARIES.items():
+            is_used = name == attention or (name == "transformer-engine" and not is_local)
+            yield FastPath(name, f"{describe_library(name)}{'' if is_used else ', not used'}", is_used, instead)
 
 
 def _find_broken(dtype: str, device: torch.device) -> Iterator[FastPath]:
