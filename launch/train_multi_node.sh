@@ -54,7 +54,6 @@ ALGO_ARGS=()                                                # algorithm.kl_coef=
 CKPT_ARGS=("trainer.run_dir=$RUN_DIR" checkpoint.resume=auto)  # trainer.save_freq=20
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"                           # one thread per rank; ranks share the cores
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"   # keeps TP messages in the order of the kernels
 export TOKENIZERS_PARALLELISM=false                                      # tokenizer threads do not survive a fork
 # Network. NCCL and gloo choose an interface; on machines with several, name the one that reaches the other nodes (a
 # prefix: eth, ib, bond0):

@@ -40,9 +40,8 @@ ALGO_ARGS=()                                             # algorithm.adv_estimat
 CKPT_ARGS=(${RUN_DIR:+"trainer.run_dir=$RUN_DIR"})       # trainer.save_freq=20
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"                           # one thread per rank; ranks share the cores
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"   # keeps TP messages in the order of the kernels
 export TOKENIZERS_PARALLELISM=false                                      # tokenizer threads do not survive a fork
-# PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is left unset: it is incompatible with the engine's sleep mode.
+# PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is left unset: such memory cannot be opened by other ranks (CUDA IPC).
 
 # On a signal the run saves and exits with 75; ranks still running after GRACE_SECONDS are killed.
 SIGNAL_ARGS=(--signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" --shutdown-timeout "${GRACE_SECONDS:-150}")

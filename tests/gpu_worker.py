@@ -68,14 +68,15 @@ class Llm:
         sampler = SimpleNamespace(topk_topp_sampler=SimpleNamespace(forward=None))
         runner = SimpleNamespace(requests={}, input_batch=None, sampler=sampler)
         worker = SimpleNamespace(get_model=lambda: self._model, model_runner=runner)
+        blocks = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=(0, 0)), empty_kv_cache_blocks=None)
+        core = SimpleNamespace(scheduler=SimpleNamespace(update_from_output=None, kv_cache_manager=blocks))
         self.llm_engine = SimpleNamespace(
             model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)),
             is_sleeping=lambda: bool(self._asleep),
             has_unfinished_requests=lambda: False,
-            output_processor=SimpleNamespace(request_states={}),
             abort_request=lambda names, internal: None,
             step=self._step,
-            engine_core=SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")),
+            engine_core=SimpleNamespace(engine_core=core, shutdown=lambda: self.calls.append("shutdown")),
         )
         self.made.append(self)
 

@@ -133,9 +133,10 @@ def _explain_no_accelerator() -> Finding:
 def _check_fast_paths() -> Iterator[Finding]:
     from megatron_rl.training.fast_path import find_kernels
 
-    for path in find_kernels("bfloat16", "auto", torch.device("cuda" if torch.cuda.is_available() else "cpu")):
-        if path.is_fast:
-            yield Finding(f"fast path: {path.part}", "ok", path.active)
+    for path in find_kernels("bfloat16", "local", torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+        if path.is_fast or not path.advice:  # a library that is not needed has no advice
+            found = path.active if path.is_fast else f"{path.active}: {path.brings}"
+            yield Finding(f"fast path: {path.part}", "ok", found)
         else:
             yield Finding(f"fast path: {path.part}", "warning", f"{path.active}; missing: {path.brings}", path.advice)
     has_vllm = importlib.util.find_spec("vllm") is not None
@@ -145,6 +146,15 @@ def _check_fast_paths() -> Iterator[Finding]:
         "vLLM" if has_vllm else "vLLM is not installed",
         "" if has_vllm else "rollout.engine=hf works without it, slowly; bash launch/setup.sh installs it",
     )
+    if has_vllm and torch.cuda.is_available():  # as vLLM decides
+        has_kernels = importlib.util.find_spec("flashinfer_cubin") is not None
+        compiles = None not in (shutil.which("nvcc"), shutil.which("ninja"))
+        yield Finding(
+            "FlashInfer",
+            "ok" if has_kernels or compiles else "warning",
+            "kernels found" if has_kernels else "compiled at first use" if compiles else "neither kernels nor compiler",
+            "" if has_kernels or compiles else "vLLM has no fused sums of TP ranks; `vllm download-kernels` gets them",
+        )
 
 
 def _check_limits(run_dir: Path, needs: Needs) -> Iterator[Finding]:

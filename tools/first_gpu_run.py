@@ -246,6 +246,16 @@ def _list_loops(work: Path, ranks: int, is_rehearsal: bool) -> list[Rung]:
     checked = ["--dry-run"] if is_rehearsal else []
     for name, (setting, advice) in _ENGINE_MODES.items():
         add(name, [*one, setting, *checked], advice, ["rollout and switch"], "vllm")
+    rungs.append(
+        Rung(
+            "responses of both runners",
+            ["-m", "pytest", "-q", "-m", "gpu", "tests/engines/test_second_runner.py"],
+            "rollout.model_runner=v1, also in your recipes",
+            packages=(*_TRAINING, "vllm", "pytest"),
+            needs=("model runner v2",),
+            seconds=_LONG,
+        )
+    )
     if ranks > 1:
         two = [*_torchrun(2), *loop, _WITHOUT_AUTOTUNE, _FIRST_RUNNER]
         advice = "hybrid.transport=buckets, then NCCL_DEBUG=INFO"
@@ -267,6 +277,7 @@ def _list_benchmarks(work: Path, is_rehearsal: bool, trl_python: str | None) -> 
     contest += ["--json", str(work / "trl.json"), *(["--prompts", "4"] if is_rehearsal else [])]
     advice = "leave it out: what comes before it works"
     benches, step, switch = "tools/benchmarks", work / "step.json", work / "switch.json"
+    layers = work / "layers.json"
     return [
         Rung(
             "speed of a step",
@@ -275,6 +286,15 @@ def _list_benchmarks(work: Path, is_rehearsal: bool, trl_python: str | None) -> 
             packages=_TRAINING,
             needs=("eager step",),
             figures=lambda _: read_speeds(step),
+            seconds=_LONG,
+        ),
+        Rung(
+            "layers of Transformer Engine",  # the table has its time and the difference of its gradients' norm
+            [f"{benches}/bench_ppo_step.py", *small, "--modes", "eager,transformer_engine", "--json", str(layers)],
+            "leave model.transformer_impl as it is by default",
+            packages=(*_TRAINING, "transformer_engine"),
+            needs=("eager step",),
+            figures=lambda _: read_speeds(layers),
             seconds=_LONG,
         ),
         Rung(

@@ -22,7 +22,7 @@ FSDP = f"{MEGATRON}; zero_stage=3 of a role shares its weights as FSDP does"
 _SHARED = "the engine uses the actor's weights while it generates, there is nothing to gain"
 CHECKPOINTING = ((True, "full"), (False, "none"))
 STAGES = ((True, 3), (False, 1))  # of `reshard_after_forward`
-FUSED = "kernels are chosen by what is installed"
+FUSED = "the program chooses its kernels"
 _LR_STYLE = (("constant", "constant"), ("linear", "linear"), ("cosine", "cosine"))
 PACKED = "sequences are always packed"
 _NO_FP8 = "there is no training in FP8"

@@ -47,8 +47,8 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = option(
         "bfloat16", "Type of parameters and activations; use float32 on CPU (bfloat16 is very slow there)."
     )
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = option(
-        "auto", "Modules of the layers: megatron-core's own, or Transformer Engine's (auto: where usable)."
+    transformer_impl: Literal["local", "transformer_engine"] = option(
+        "local", "Linear layers and norms: megatron-core's and torch's, or Transformer Engine's, which needs a GPU."
     )
 
 

@@ -99,18 +99,20 @@ class Scores:
         return cls(*found)
 
     @classmethod
-    def read_flat(cls, extras: Extras, sampled: Any, prompt: Any) -> Scores:
-        """Read vLLM's `FlatLogprobs`: at each place the token itself, then the likeliest ones."""
+    def read(cls, extras: Extras, likeliest: Sequence[Any], prompt: Sequence[Any]) -> Scores:
+        """Select from an engine's arrays of ids and log-probs, whose rows are of the token itself, then the likeliest.
 
-        def read(flat: Any, count: int, starts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-            places = np.array(starts, np.int64)[:, None] + np.arange(count)
-            return np.array(flat.token_ids, np.int32)[places], np.array(flat.logprobs, np.float32)[places]
-
-        ids, values = read(sampled, 1 + extras.top, sampled.start_indices)
-        found = [ids[:, 1:], values[:, 1:]]
+        Args:
+            likeliest: ids and log-probs [at least 1 + top] at each sampled token; empty if no others are wanted.
+            prompt: ids and log-probs [n, 1 + prompt_top] of parts of the prompt, without its first token.
+        """
+        ids, values = ([row[i][1 : 1 + extras.top] for row in likeliest] for i in range(2))
+        shape = (-1, extras.top) if extras.top else (0, 0)
+        found = [np.array(ids, np.int32).reshape(shape), np.array(values, np.float32).reshape(shape)]
         if extras.prompt_top is not None:
-            ids, values = (torch.from_numpy(x) for x in read(prompt, 1 + extras.prompt_top, prompt.start_indices[1:]))
-            found += [_shift(values[:, 0], math.nan), _shift(ids[:, 1:], 0), _shift(values[:, 1:], math.nan)]
+            ids, values = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*prompt, strict=True))
+            top_ids = _shift(ids[:, 1:], 0).astype(np.int32)
+            found += [_shift(values[:, 0], math.nan), top_ids, _shift(values[:, 1:], math.nan)]
         return cls(*found)
 
 

@@ -10,6 +10,8 @@ A kernel is chosen only after a trial on the device.
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -21,6 +23,7 @@ from torch.nn.attention.bias import CausalVariant
 
 from megatron_rl.models.segments import TILE, Segments, TileBatch
 from megatron_rl.parallel.kernels import find_failure
+from megatron_rl.types import UserError
 
 # Backends with one kernel over all segments, fastest first -> module that must be importable.
 KERNELS = {"flash-attn": "flash_attn", "torch-varlen": "torch.nn.attention.varlen", "efficient": "torch"}
@@ -171,6 +174,40 @@ BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
     "efficient": _attend_efficient,
     "tiled": attend_in_tiles,
 }
+
+
+# Libraries of kernels -> module, and what does their work if they are not used.
+LIBRARIES = {
+    "flash-attn": ("flash_attn", "torch has the same algorithm (varlen)"),
+    "transformer-engine": ("transformer_engine", "without FP8 its products and norms are torch's"),
+    "apex": ("apex", "torch's fused AdamW is one kernel, too, and reads rate and soundness on the GPU"),
+    "liger-kernel": (
+        "liger_kernel",
+        "kernels of its kind are built in: softmax head in chunks, SwiGLU, rotary embedding",
+    ),
+}
+
+
+def describe_library(name: str) -> str:
+    """Return the version of one of `LIBRARIES`, or "not installed"; nothing is imported."""
+    if importlib.util.find_spec(LIBRARIES[name][0]) is None:
+        return "not installed"
+    try:
+        return f"found {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:  # a directory of sources
+        return "found"
+
+
+def check_transformer_engine() -> None:
+    """Raise `UserError` if Transformer Engine does not work on this machine."""
+    failure = find_transformer_engine_failure() if torch.cuda.is_available() else ""
+    if failure is not None:
+        raise UserError(
+            f"Transformer Engine is not usable here{failure and f': {failure}'}",
+            source="model.transformer_impl",
+            expected="an installed transformer_engine and a CUDA device",
+            hint="use model.transformer_impl=local",
+        )
 
 
 @cache

@@ -31,7 +31,6 @@ from megatron_rl.models.stages import GatedActivation, HiddenStatesModel, RMSNor
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
 
@@ -137,27 +136,6 @@ def _attention_settings(shape: ModelShape) -> dict[str, Any]:
         attention_output_gate=FAMILIES[shape.family].has_delta_nets,
         qk_layernorm=shape.qk_norm and not FAMILIES[shape.family].norms_all_heads,
     )
-
-
-def choose_transformer_impl(requested: str) -> str:
-    """Resolve `model.transformer_impl` to "local" or "transformer_engine".
-
-    Raises:
-        UserError: Transformer Engine is requested but unusable.
-    """
-    failure: str | None = ""
-    if torch.cuda.is_available():
-        from megatron_rl.models.attention_kernels import find_transformer_engine_failure
-
-        failure = find_transformer_engine_failure()
-    if requested == "transformer_engine" and failure is not None:
-        raise UserError(
-            f"Transformer Engine is not usable here{failure and f': {failure}'}",
-            source="model.transformer_impl",
-            expected="an installed transformer_engine and a CUDA device",
-            hint="use model.transformer_impl=auto",
-        )
-    return "transformer_engine" if failure is None and requested != "local" else "local"
 
 
 def build_layer_spec(

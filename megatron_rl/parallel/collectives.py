@@ -331,6 +331,10 @@ def explain_unusable_gpus() -> UserError | None:
         f"nvidia-smi lists {len(gpus)} GPUs ({name}, driver {driver}), and torch {torch.__version__} sees none",
         source="the NVIDIA driver" if is_old else "CUDA on this machine",
         expected=f"driver {wanted} or newer for CUDA {torch.version.cuda}" if wanted else "a driver for this torch",
-        hint=("update the driver" if is_old else "python -c 'import torch; torch.cuda.init()' says why")
+        hint=(
+            "update the driver, or install NVIDIA's cuda-compat for this CUDA"
+            if is_old
+            else "python -c 'import torch; torch.cuda.init()' says why"
+        )
         + "; to run on the CPU all the same, set CUDA_VISIBLE_DEVICES= (empty)",
     )

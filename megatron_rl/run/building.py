@@ -16,7 +16,7 @@ import torch
 
 from megatron_rl.checkpoint.files import find_model_files
 from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import FULLY_SHARDED, RunConfig
 from megatron_rl.data.prompt_order import PromptBatches
 from megatron_rl.engines.build import BuiltEngine, build_engine
 from megatron_rl.engines.protocol import EngineSpec, EngineWeights, ProbedEngine
@@ -54,6 +54,17 @@ def launched_sizes() -> tuple[int, int]:
     """Return the ranks that torchrun started, in all and on this node (1 without torchrun)."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def order_kernels(config: RunConfig) -> None:
+    """Give each GPU one queue of kernels if TP or CP ranks exchange activations; call before CUDA starts.
+
+    Messages then start in the order of the kernels. ZeRO-3 gathers weights beside kernels, which takes several queues.
+    """
+    roles = config.actor, config.critic
+    is_split = any(role.tensor_model_parallel_size * role.context_parallel_size > 1 for role in roles)
+    if (is_split or config.layout.mode == "auto") and FULLY_SHARDED not in [role.zero_stage for role in roles]:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def group_timeout(config: RunConfig) -> timedelta:

@@ -342,9 +342,9 @@ def check_machine(config: RunConfig, roles: Mapping[str, RoleInputs], engine: st
 
                 check_graph_mode(role.spec, role.shape, config.model.dtype)
         if config.model.transformer_impl == "transformer_engine":
-            from megatron_rl.models.gpt import choose_transformer_impl
+            from megatron_rl.models.attention_kernels import check_transformer_engine
 
-            choose_transformer_impl(config.model.transformer_impl)
+            check_transformer_engine()
         check_on_cpu = find_engine(engine).check_on_cpu if engine is not None else None
         if check_on_cpu is not None and not torch.cuda.is_available():
             check_on_cpu(roles["actor"].shape, config.rollout)

@@ -17,11 +17,10 @@ from megatron_rl.config.placement import format_ranks
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import describe_engine
 from megatron_rl.extension.registry import OBJECT
-from megatron_rl.models.gpt import choose_transformer_impl
 from megatron_rl.observability.timers import StepProfiler
 from megatron_rl.parallel.collectives import Process, gather_objects, init_distributed, memory_in_use, open_store, world
 from megatron_rl.planning.role_layouts import find_gpu_memory
-from megatron_rl.run.building import RunSinks, check_agreement, group_timeout, launched_sizes
+from megatron_rl.run.building import RunSinks, check_agreement, group_timeout, launched_sizes, order_kernels
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs, localize, read_rl_inputs
@@ -74,6 +73,7 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
         from megatron_rl.run.user_program import enter_parts
 
         config = enter_parts(parts, config)
+    order_kernels(config)
     config, commits = localize(config)
     world_size, ranks_per_node = launched_sizes()
     memory, cluster, chosen = find_gpu_memory(), None, []
@@ -117,7 +117,6 @@ def load(model: Any = None, config: Any = None, overrides: Sequence[str] = (), *
 def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, device: torch.device) -> Iterator[str]:
     """Yield lines that describe a run and its data at the start."""
     plan, hybrid, train = inputs.plan, primitives.policy.hybrid, inputs.train
-    impl = choose_transformer_impl(config.model.transformer_impl)
     yield from (f"note: {note}" for note in inputs.notes)
     why = inputs.spec.why_recompute
     yield (
@@ -126,7 +125,7 @@ def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, de
     )
     for role in inputs.roles.values():
         where, is_actor = _describe_ranks(role.layout.ranks, plan.world_size), role.spec.name == "actor"
-        what = f", {config.model.dtype}, {impl} layers on {device}" if is_actor else ""
+        what = f", {config.model.dtype}, {config.model.transformer_impl} layers on {device}" if is_actor else ""
         if where or role.spec.name != "reference":
             yield f"{role.spec.title}: {role.layout.describe()}{where}{what}"
     modes = describe_engine(config.rollout, device, config.actor.router_replay == "engine")

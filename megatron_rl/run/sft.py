@@ -13,7 +13,14 @@ from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
-from megatron_rl.run.building import build_role, check_agreement, group_timeout, launched_sizes, order_prompts
+from megatron_rl.run.building import (
+    build_role,
+    check_agreement,
+    group_timeout,
+    launched_sizes,
+    order_kernels,
+    order_prompts,
+)
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import SftInputs, localize, read_sft_inputs
@@ -114,6 +121,7 @@ def train_sft(
     make: type[SftTrainer] = SftTrainer,
 ) -> None:
     """Run SFT from a loaded config (UserError if it is bad, Preempted after a stop signal)."""
+    order_kernels(config)
     config, commits = localize(config)
     inputs = read_inputs(config, launched_sizes()[0])
     if inputs.actor.spec.training.step_mode == "graph":

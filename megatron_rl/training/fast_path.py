@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.attention_backends import choose_attention_backend
-from megatron_rl.models.gpt import DTYPES, choose_transformer_impl
+from megatron_rl.models.gpt import DTYPES
 from megatron_rl.parallel.kernels import find_triton_failure
 
 
@@ -32,7 +32,7 @@ class FastPath:
 
 
 def find_fast_paths(
-    config: TrainedConfig, dtype: str, transformer_impl: str = "auto", dp_size: int = 1, bitwise: bool = False
+    config: TrainedConfig, dtype: str, transformer_impl: str = "local", dp_size: int = 1, bitwise: bool = False
 ) -> list[FastPath]:
     """List whether each part of a role's step uses its fastest implementation."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,7 +77,7 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwis
     """Report on the parts of a step that do not depend on a role's settings."""
     is_cpu = device.type == "cpu"
     attention = "tiled" if bitwise else choose_attention_backend(device, DTYPES[dtype])
-    yield from _find_broken(dtype, transformer_impl, device)
+    yield from _find_broken(dtype, device)
     yield FastPath(
         "attention",
         attention,
@@ -85,14 +85,8 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwis
         "one kernel over all sequences of a microbatch, for 16-bit types and grouped heads",
         "model.dtype=bfloat16 with torch >= 2.13, or pip install flash-attn",
     )
-    is_local = choose_transformer_impl(transformer_impl) == "local"
-    yield FastPath(
-        "layers",
-        "megatron-core's own" if is_local else "Transformer Engine",
-        is_cpu or not is_local,
-        "fused norms, and the way to FP8",
-        "pip install 'transformer-engine[pytorch]'",
-    )
+    is_local = transformer_impl == "local"
+    yield FastPath("layers", "megatron-core's own" if is_local else "Transformer Engine", True)
     if not is_cpu:
         from megatron_rl.models.delta_rule import apply_delta_rule, choose_delta_rule
 
@@ -115,17 +109,18 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwis
             "one pass over logits, gates and their gradients",
             "pip install triton",
         )
+        from megatron_rl.models.attention_kernels import LIBRARIES, describe_library
+
+        for name, (_, instead) in LIBRARIES.items():
+            is_used = name == attention or (name == "transformer-engine" and not is_local)
+            yield FastPath(name, f"{describe_library(name)}{'' if is_used else ', not used'}", is_used, instead)
 
 
-def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Iterator[FastPath]:
+def _find_broken(dtype: str, device: torch.device) -> Iterator[FastPath]:
     """List kernel libraries that are installed but fail."""
     if device.type == "cpu":
         return
-    from megatron_rl.models.attention_kernels import (
-        find_kernel_failure,
-        find_transformer_engine_failure,
-        list_kernels,
-    )
+    from megatron_rl.models.attention_kernels import find_kernel_failure, list_kernels
 
     chosen, broken = choose_attention_backend(device, DTYPES[dtype]), {}
     for name in list_kernels(DTYPES[dtype]):
@@ -133,8 +128,6 @@ def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Ite
             break
         broken[name] = find_kernel_failure(name, device, DTYPES[dtype])
     broken["Triton"] = find_triton_failure()
-    if transformer_impl != "local":
-        broken["Transformer Engine"] = find_transformer_engine_failure()
     if dtype == "bfloat16":
         from megatron_rl.models.delta_rule import find_delta_failure
 

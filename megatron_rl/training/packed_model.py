@@ -25,7 +25,7 @@ from megatron_rl.checkpoint.pieces import load_weights
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.attention import PackedSequences, build_packed_sequences
-from megatron_rl.models.gpt import DTYPES, build_gpt_stages, build_transformer_config, choose_transformer_impl
+from megatron_rl.models.gpt import DTYPES, build_gpt_stages, build_transformer_config
 from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.collectives import broadcast_tensors, find_pair
 from megatron_rl.parallel.layout import shard_rows
@@ -103,7 +103,7 @@ class PackedModel(LaidOutModel):
         model_parallel_cuda_manual_seed(
             setup.seed, tp_rank=at.tp, ep_rank=groups.expert_at.ep, etp_rank=groups.expert_at.tp, force_reset_rng=True
         )
-        self.transformer_impl = choose_transformer_impl(setup.model.transformer_impl)
+        self.transformer_impl = setup.model.transformer_impl
         self.config = build_transformer_config(
             shape,
             groups.layout,

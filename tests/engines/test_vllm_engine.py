@@ -176,7 +176,8 @@ MODES = [  # settings; on a GPU: eager, async scheduling, VLLM_USE_V2_MODEL_RUNN
     (
         {"enforce_eager": False, "validation_top_p": 0.9},
         (False, False, "0"),
-        "compiled with CUDA graphs, async scheduling off, model runner v1, which truncated sampling needs",
+        "compiled with CUDA graphs (1 compiled models are kept in CACHE/torch_compile_cache), async scheduling off, "
+        "model runner v1, which truncated sampling needs",
         "; no effect on CPU: rollout.enforce_eager=false",
     ),
     (
@@ -195,15 +196,24 @@ MODES = [  # settings; on a GPU: eager, async scheduling, VLLM_USE_V2_MODEL_RUNN
 
 
 @pytest.mark.parametrize(("settings", "on_gpu", "said", "ignored"), MODES)
-def test_modes(settings: dict[str, Any], on_gpu: tuple[bool, bool, str], said: str, ignored: str) -> None:
-    """vLLM's arguments on a GPU, all of them explicit, and on CPU."""
+def test_modes(
+    settings: dict[str, Any],
+    on_gpu: tuple[bool, bool, str],
+    said: str,
+    ignored: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's arguments on a GPU, all of them explicit, and on CPU; the directory that vLLM itself uses as a cache."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    (tmp_path / "torch_compile_cache/0123456789").mkdir(parents=True)
     config, gpu = RolloutConfig(**settings), torch.device("cuda", 0)
     for device, expected in ((gpu, on_gpu), (torch.device("cpu"), (True, False, "0"))):
         spec = replace(SPEC, config=config, process=Process(0, 1, 0, 1, device))
         arguments, environment = list_engine_arguments(spec), list_engine_environment(spec)
         found = arguments["enforce_eager"], arguments["async_scheduling"], environment["VLLM_USE_V2_MODEL_RUNNER"]
         assert found == expected
-    assert describe_engine(config, gpu) == said
+    assert describe_engine(config, gpu) == said.replace("CACHE", str(tmp_path))
     assert describe_engine(config, torch.device("cpu")) == ON_CPU + ignored
     assert describe_engine(replace(config, engine="hf"), gpu) == ""
 

@@ -117,7 +117,7 @@ def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
         forwards_left = forwards
         with pytest.raises(MemoryError) as caught:
             generate(engine, requests_for(prompts[:4]))
-        running = engine.tokens_in_flight(), llm.get_num_unfinished_requests()
+        running = engine.tokens_in_flight(), sum(llm.engine_core.engine_core.scheduler.get_request_counts())
         result["errors"].append((str(caught.value), running, to_lists(generate(engine, requests_for(prompts[:4])))))
     engine.close()
     return result | {"streams": (streams, read_streams())}

@@ -36,7 +36,7 @@ def test_an_old_driver_ends_the_run_with_both_versions(gpus: Path) -> None:
     found = "nvidia-smi lists 2 GPUs (NVIDIA H100 80GB HBM3, driver 570.86.15), and torch "
     assert caught.value.found.startswith(found)
     assert caught.value.expected == "driver 580 or newer for CUDA 13.0"
-    assert caught.value.hint.startswith("update the driver; to run on the CPU")
+    assert caught.value.hint.startswith("update the driver, or install NVIDIA's cuda-compat for this CUDA; to run")
     (finding,) = _check_accelerators()
     assert finding.status == "problem" and "570.86.15" in finding.found and "580 or newer" in finding.advice
 

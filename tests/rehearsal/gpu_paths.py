@@ -167,7 +167,8 @@ def kernels() -> list[str]:
         choose = attention_backends.choose_attention_backend
         found = {choose(device, torch.bfloat16) for device in (CUDA, torch.device("cuda"))}
     paths = find_fast_paths(TrainedConfig(), "bfloat16", "local", 2)
-    return [*found, *(path.part for path in paths if not path.is_fast)]
+    refused = _refusal(attention_kernels.check_transformer_engine)
+    return [*found, *(path.part for path in paths if not path.is_fast), refused]
 
 
 def servers() -> dict[str, Any]:

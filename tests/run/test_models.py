@@ -6,6 +6,7 @@ Whole runs in tests/run and tests/test_golden_runs.py show that roles are built 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.run.building import order_kernels
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import resolve, resolve_sft
 from megatron_rl.types import UserError
@@ -143,3 +145,25 @@ def test_sft_has_an_actor() -> None:
     assert describe(resolve_sft(make_config("algorithm.kl_coef=0.1"))) == {
         "actor": ("policy", "actor", "logprob", True, False)
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "queues"),
+    [
+        ([], None),
+        (["actor.tensor_model_parallel_size=2"], "1"),
+        (["critic.context_parallel_size=2"], "1"),
+        (["actor.tensor_model_parallel_size=2", "critic.zero_stage=3"], None),
+        (["layout.mode=auto"], "1"),
+    ],
+)
+def test_tensor_parallel_ranks_have_one_queue_of_kernels(
+    settings: list[str], queues: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user has chosen. Not covered: that it comes before CUDA starts."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    order_kernels(make_config(*settings))
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    order_kernels(make_config(*settings))
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues

@@ -165,7 +165,7 @@ def test_names_of_rungs(tmp_path: Path) -> None:
     """A GPU and a rehearsal climb the same ladder; what a rung needs comes before it."""
     real, rehearsed = (ladder.list_rungs(tmp_path, 2, is_rehearsal, "python") for is_rehearsal in (False, True))
     names = [rung.name for rung in real]
-    assert names == [rung.name for rung in rehearsed] and len(names) == len({*names}) == 23
+    assert names == [rung.name for rung in rehearsed] and len(names) == len({*names}) == 25
     alone = [rung.name for rung in ladder.list_rungs(tmp_path, 1, False)]
     assert [name for name in names if name not in alone] == ["two ranks", "engine on two ranks", "fused sums"]
     assert all(rung.advice for rung in real)
@@ -241,12 +241,12 @@ def test_figures_are_read_from_what_rungs_wrote(tmp_path: Path) -> None:
     said = 'warning\n{\n  "torch.float32 error": 1e-07,\n  "bfloat16 TFLOP/s": 712.3456\n}\n'
     assert figures.read_probe(said) == [("bfloat16", "712.3 TFLOP/s")]
     assert figures.read_probe("{}") == []
-    row = {"shape": "100m", "size": 256, "milliseconds": 8.0, "mfu": 0.25, "speedup": 1.0}
+    row = {"shape": "100m", "size": 256, "milliseconds": 8.0, "mfu": 0.25, "speedup": 1.0, "difference": 0.0}
     rows = [row | {"mode": "eager"}, row | {"mode": "graph", "milliseconds": 2.0, "mfu": 1.0, "speedup": 4.0}]
     (tmp_path / "step.json").write_text(json.dumps({"rows": rows}))
     assert figures.read_speeds(tmp_path / "step.json") == [
         ("100m, 256 tokens, eager", "8 ms, mfu 0.250"),
-        ("100m, 256 tokens, graph", "2 ms, mfu 1.000, 4.00 times as fast as eager"),
+        ("100m, 256 tokens, graph", "2 ms, mfu 1.000, 4.00 times as fast as eager, gradients' norm 0 from its"),
     ]
     (tmp_path / "switch.json").write_text(json.dumps({"bytes_total": 3e9, "seconds": 2.0}))
     assert figures.read_switch(tmp_path / "switch.json") == [("weights in the host's memory", "1.5 GB/s")]

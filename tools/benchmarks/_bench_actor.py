@@ -49,14 +49,16 @@ def write_random_model(directory: Path, config: dict[str, Any]) -> Path:
     return directory
 
 
-def build_bench_actor(path: Path, groups: ParallelGroups, dtype: str = "float32", **settings: Any) -> Actor:
-    """Build an actor with `settings` of `ActorConfig`; collective."""
+def build_bench_actor(
+    path: Path, groups: ParallelGroups, dtype: str = "float32", layers: Any = "local", **settings: Any
+) -> Actor:
+    """Build an actor with `settings` of `ActorConfig` and `layers` as model.transformer_impl; collective."""
     config = ActorConfig(**(dict(lr=1e-5, weight_decay=0.0) | settings))
     spec = RoleSpec(name="actor", path=str(path), section="actor", settings=config, head="logprob", trainable=True)
     return Actor(
         RoleSetup(
             spec=spec,
-            model=ModelConfig(path=str(path), dtype=dtype),
+            model=ModelConfig(path=str(path), dtype=dtype, transformer_impl=layers),
             shape=load_model_shape(path),
             groups=groups,
             seed=1,

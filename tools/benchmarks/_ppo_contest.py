@@ -72,7 +72,7 @@ class Draw:
 
 
 class Contestant:
-    """A step mode under test.
+    """A step mode under test, or "transformer_engine", the eager step on layers of that library.
 
     Attributes:
         seconds: per update.
@@ -98,14 +98,17 @@ class Contestant:
 
     def open(self) -> None:
         """Build actor and batch, and warm up."""
-        fixed = {} if self.mode == "eager" else {"bucket_tokens": [self._draw.size]}
+        has_engine = self.mode == "transformer_engine"
+        step_mode = "eager" if has_engine else self.mode
+        fixed = {} if step_mode == "eager" else {"bucket_tokens": [self._draw.size]}
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._actor = build_bench_actor(
             self._path,
             self._groups,
             self._dtype,
-            step_mode=self.mode,
+            "transformer_engine" if has_engine else "local",
+            step_mode=step_mode,
             share_prompts=False,
             max_tokens_per_microbatch=self._draw.size,
             recompute_granularity=self._recompute,

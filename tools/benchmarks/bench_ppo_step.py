@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 import torch
 import torch.distributed as dist
 
+from megatron_rl.models.attention_kernels import check_transformer_engine
 from megatron_rl.parallel.collectives import init_distributed, reduce_scalars, share_object
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
@@ -39,6 +40,7 @@ from tools.benchmarks._bench_actor import write_random_model
 from tools.benchmarks._ppo_contest import SHAPES, Contestant, Draw, measure_matmul_ceiling
 
 MODES = ("eager", "static", "graph")
+_MODES = "eager,static,graph (default: all that run), transformer_engine: eager with its layers, if it is installed"
 
 
 class Bench:
@@ -49,6 +51,8 @@ class Bench:
         self.options, self.device, self.rank = options, process.device, process.rank
         self.is_gpu = process.device.type == "cuda"
         self.modes = options.modes or [mode for mode in MODES if self.is_gpu or mode != "graph"]
+        if "transformer_engine" in self.modes:
+            check_transformer_engine()
         if "graph" in self.modes and not self.is_gpu:
             raise UserError(
                 "--modes graph, but there is no CUDA device",
@@ -74,6 +78,8 @@ class Bench:
                 row |= {"shape": name, "size": size, "mode": contestant.mode}
                 if reference is not None:
                     row["equal_to_eager"] = contestant.fingerprint == reference.fingerprint
+                    norm, expected = (c.fingerprint[0]["policy/grad_norm"] for c in (contestant, reference))
+                    row["difference"] = abs(norm - expected) / expected
                     row["speedup"] = statistics.median(reference.seconds) / statistics.median(contestant.seconds)
                 row |= self._reduce(row)
                 self._print(row)
@@ -110,7 +116,7 @@ class Bench:
 
     def _print(self, row: dict[str, Any]) -> None:
         if self.rank == 0:
-            shown = ("milliseconds", "tokens_per_second", "mfu", "busy", "speedup", "equal_to_eager")
+            shown = ("milliseconds", "tokens_per_second", "mfu", "busy", "speedup", "difference", "equal_to_eager")
             numbers = "  ".join(
                 f"{key} {row[key]:.4g}" if isinstance(row[key], float) else f"{key} {row[key]}"
                 for key in shown
@@ -125,7 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--hf-config", type=Path, help="model directory or config.json, in the place of --shapes")
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), help="default: 10m 100m 0.5b 1.5b; on CPU 1m")
     parser.add_argument("--sizes", nargs="+", type=int, help="tokens of a microbatch; default: 256 to 32k, on CPU 2k")
-    parser.add_argument("--modes", type=lambda text: text.split(","), help="eager,static,graph; default: all that run")
+    parser.add_argument("--modes", type=lambda text: text.split(","), help=_MODES)
     parser.add_argument("--microbatches", type=int, default=4, help="of an update")
     parser.add_argument("--sequence-length", type=int, default=1024, help="about the longest sequence")
     parser.add_argument("--rounds", type=int, default=10, help="updates that are timed")

@@ -33,9 +33,16 @@ from megatron_rl.engines.vllm.vllm_library import (
     register_codes,
     register_loader,
     register_model,
+    skip_block_searches,
     take_adapters,
 )
-from megatron_rl.engines.vllm.vllm_recorders import KeptSetRecorder, RouteRecorder, list_sampling_arguments
+from megatron_rl.engines.vllm.vllm_recorders import (
+    KeptSetRecorder,
+    Response,
+    ResponseRecorder,
+    RouteRecorder,
+    list_sampling_arguments,
+)
 from megatron_rl.engines.vllm.vllm_settings import (
     check_cpu_limits,
     check_options,
@@ -85,12 +92,16 @@ class VllmEngine:
         self._sampling_params = vllm.SamplingParams
         if launcher_world is not None:  # the CPU platform overwrites it with tp
             os.environ["LOCAL_WORLD_SIZE"] = launcher_world
+        engine = self._llm.llm_engine
         self._names: dict[int, str] = {}  # key of a request -> vLLM's name
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[str, Request] = {}  # by vLLM's name
+        scheduler: Any = engine.engine_core.engine_core.scheduler
+        self._responses = ResponseRecorder(scheduler)
+        skip_block_searches(scheduler.kv_cache_manager)
+        engine.output_processor = self._responses
         self._stop = spec.stop
-        self._keys: dict[str, int] = {}  # short vLLM name -> key
         self._can_sleep = spec.process.device.type == "cuda"
-        worker = self._llm.llm_engine.model_executor.driver_worker.worker
+        worker = engine.model_executor.driver_worker.worker
         place = spec.find_place(spec.process.rank)
         self.params: dict[str, torch.Tensor] = list_params(worker.get_model(), spec.shape, place)
         # Expert kernels that need another order have allocated tensors of their own.
@@ -142,8 +153,7 @@ class VllmEngine:
         for one, extras in zip(arguments, (request.extras for request in requests), strict=True):
             if extras is not None:
                 one |= dict(logprobs=extras.top, prompt_logprobs=extras.prompt_top)
-        # The objects are not shared by requests; log-probs come as flat lists instead of a dictionary per token.
-        params = [self._sampling_params(skip_clone=True, flat_logprobs=True, **one) for one in arguments]
+        params = [self._sampling_params(skip_clone=True, **one) for one in arguments]  # requests do not share them
         with self._running():
             names = self._llm.enqueue(
                 [{"prompt_token_ids": request.tokens.tolist()} for request in requests],
@@ -152,61 +162,46 @@ class VllmEngine:
                 use_tqdm=False,
             )
         for request, name in zip(requests, names, strict=True):
-            self._names[request.key], self._keys[_short(name)] = name, request.key
-            self._requests[request.key] = request
+            self._names[request.key], self._requests[name] = name, request
             if self._routes is not None:
                 self._routes.expect(name, request)
 
     def step(self) -> list[Sampled]:
         """Run one forward; return the responses that it finishes."""
         with self._running():
-            outputs = [output for output in self._llm.llm_engine.step() if output.finished]
-        finished = []
-        for output in outputs:
-            key, last = self._keys[output.request_id], output.outputs[0]
-            reason = "stop" if last.finish_reason == "stop" or self._completes_text(key, last.token_ids) else "length"
-            logprobs = last.logprobs, output.prompt_logprobs
-            finished.append(self._end(key, last.token_ids, logprobs, reason, output.num_cached_tokens))
+            ended: Any = self._llm.llm_engine.step()
+        finished = [self._end(name, response) for name, response in ended]
         if self._stop is None and not any(request.extras for request in self._requests.values()):
             return finished
         # vLLM without a tokenizer cannot detect stop strings.
-        states = self._llm.llm_engine.output_processor.request_states
-        sampled = {key: states[name].detokenizer.output_token_ids for key, name in self._names.items()}
-        stopped = self.interrupt([key for key, tokens in sampled.items() if self._completes_text(key, tokens)])
+        running = self._responses.running.items()
+        stopped = self.interrupt([self._requests[n].key for n, r in running if self._completes_text(n, r.tokens)])
         return finished + [replace(one, finish_reason="stop") for one in stopped]
 
-    def _completes_text(self, key: int, sampled: Sequence[int]) -> bool:
-        return bool(sampled) and self._requests[key].ends_by(self._stop, sampled)
+    def _completes_text(self, name: str, sampled: Sequence[int]) -> bool:
+        return bool(sampled) and self._requests[name].ends_by(self._stop, sampled)
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
         """Remove requests, but keep their prefix-cache blocks for continuations; return partial responses."""
-        engine, partial = self._llm.llm_engine, []
-        names = {key: self._names[key] for key in keys if key in self._names}
-        for key, name in names.items():  # vLLM returns no output for aborted requests
-            state = engine.output_processor.request_states[name]
-            tokens, found = state.detokenizer.output_token_ids, state.logprobs_processor
-            logprobs = found.logprobs, found.prompt_logprobs
-            partial.append(self._end(key, tokens, logprobs, "interrupted", state.num_cached_tokens))
-        engine.abort_request(list(names.values()), internal=True)
+        names = [self._names[key] for key in keys if key in self._names]
+        partial = [self._end(name, self._responses.running[name], "interrupted") for name in names]
+        self._llm.llm_engine.abort_request(names, internal=True)
         return partial
 
-    def _end(
-        self, key: int, token_ids: Sequence[int], found: tuple[Any, Any], finish_reason: str, num_cached: int | None
-    ) -> Sampled:
-        name, request = self._names.pop(key), self._requests.pop(key)
-        del self._keys[_short(name)]
+    def _end(self, name: str, response: Response, finish_reason: str = "") -> Sampled:
+        request, tokens = self._requests[name], np.array(response.tokens, np.int32)
+        if not finish_reason:
+            ends = response.is_stopped or self._completes_text(name, response.tokens)
+            finish_reason = "stop" if ends else "length"
+        del self._requests[name], self._names[request.key]
         kept = None
         if request.sampling.is_truncated:
             assert self._kept is not None, "config.feature_checks refuses it"
-            kept = self._kept.take(str(key), len(request.tokens), len(token_ids))
-        routes = None if self._routes is None else self._routes.take(name, len(request.tokens) + len(token_ids))
-        logprobs, places = found[0], found[0].start_indices  # at each place the sampled token, then the likeliest
-        tokens, picked = np.array(token_ids, np.int32), np.full(len(places), np.nan, np.float32)
-        if [logprobs.token_ids[i] for i in places] == list(token_ids):  # otherwise `check_sampled` raises on all ranks
-            picked[:] = [logprobs.logprobs[i] for i in places]
-        scores = None if request.extras is None else Scores.read_flat(request.extras, *found)
-        num_cached = num_cached if len(tokens) else None
-        return Sampled(key, tokens, picked, finish_reason, kept, num_cached, routes, scores=scores)
+            kept = self._kept.take(str(request.key), len(request.tokens), len(tokens))
+        routes = None if self._routes is None else self._routes.take(name, len(request.tokens) + len(tokens))
+        logprobs, cached = np.array(response.logprobs, np.float32), response.num_cached if len(tokens) else None
+        scores = None if request.extras is None else Scores.read(request.extras, response.likeliest, response.prompt)
+        return Sampled(request.key, tokens, logprobs, finish_reason, kept, cached, routes, scores=scores)
 
     def has_requests(self) -> bool:
         """Return whether any request runs or waits."""
@@ -220,9 +215,9 @@ class VllmEngine:
             try:
                 yield
             except BaseException:
-                engine.abort_request(list(engine.output_processor.request_states), internal=True)
+                engine.abort_request(list(self._responses.running), internal=True)
                 self._llm.reset_prefix_cache()  # some blocks may have been registered but not computed
-                self._names, self._keys, self._requests = {}, {}, {}
+                self._names, self._requests = {}, {}
                 for recorder in (self._kept, self._routes):
                     if recorder is not None:
                         recorder.clear()
@@ -230,8 +225,7 @@ class VllmEngine:
 
     def tokens_in_flight(self) -> int:
         """Count the tokens of unfinished responses."""
-        states = list(self._llm.llm_engine.output_processor.request_states.values())
-        return sum(state.detokenizer.num_output_tokens() for state in states)
+        return sum(len(response.tokens) for response in list(self._responses.running.values()))
 
     def sleep(self) -> None:
         """Release weights and KV cache (no-op on CPU)."""
@@ -244,10 +238,6 @@ class VllmEngine:
         if self._can_sleep:
             keep_memory_pools()
         self._llm.llm_engine.engine_core.shutdown()
-
-
-def _short(name: str) -> str:
-    return name.partition("-")[0]
 
 
 def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorders of sampling in vLLM v1: the sets that tokens are drawn from, and the experts of every token.
+"""Recorders of sampling in vLLM: responses; in v1 also the sets that tokens are drawn from, and experts of tokens.
 
 Truncation is our own definition, applied before vLLM's sampler. A request carries its limits in
 `SamplingParams.extra_args`. Sets are stored by request and position, so that the set of a token discarded by chunked
@@ -11,7 +11,11 @@ KV-cache block, for prefix-cache hits, and per request, for preemption.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,6 +48,91 @@ def list_sampling_arguments(name: str, request: Request) -> dict[str, Any]:
         detokenize=False,
         extra_args=extra,
     )
+
+
+@dataclass
+class Response:
+    """Sampled tokens with their log-probs, NaN if vLLM scored another token.
+
+    Attributes:
+        num_cached: number of request tokens found in the prefix cache, once the first token is sampled.
+        likeliest: if other tokens' log-probs are wanted, ids and log-probs at each token: its own, then the likeliest.
+        prompt: ids and log-probs [n, 1 + k] likewise, of consecutive parts of the prompt without its first token.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    num_cached: int | None = None
+    is_stopped: bool = False
+    likeliest: list[Any] = field(default_factory=list)
+    prompt: list[Any] = field(default_factory=list)
+
+    def append(self, output: Any, scored: tuple[int, float]) -> None:
+        """Append a request's output of a step, whose log-prob is `scored`'s if it is for that token."""
+        self.tokens += output.new_token_ids
+        if output.new_token_ids:
+            self.logprobs.append(scored[1] if output.new_token_ids == [scored[0]] else math.nan)
+        if self.num_cached is None and output.prefill_stats is not None:
+            self.num_cached = output.prefill_stats.num_cached_tokens
+        self.is_stopped = output.finish_reason is not None and str(output.finish_reason) == "stop"
+
+
+class ResponseRecorder:
+    """A replacement of vLLM's `OutputProcessor`, which also prepares text, statistics and log-probs of other tokens.
+
+    Log-probs are read from the arrays of a step, before vLLM cuts them into an object per request.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.running: dict[str, Response] = {}  # by vLLM's name of the request
+        self._scored: dict[str, tuple[int, float]] = {}  # of the last step
+        self._likeliest: dict[str, Any] = {}  # likewise, if a running request wants them
+        self._update, scheduler.update_from_output = scheduler.update_from_output, self._take_logprobs
+
+    def _take_logprobs(self, scheduled: Any, output: Any) -> Any:
+        if output.logprobs is not None:
+            columns = (x[:, 0].tolist() for x in (output.logprobs.logprob_token_ids, output.logprobs.logprobs))
+            self._scored = dict(zip(output.req_ids, zip(*columns, strict=True), strict=True))
+            self._likeliest = {}
+            if output.logprobs.logprobs.shape[1] > 1:
+                rows = zip(output.logprobs.logprob_token_ids, output.logprobs.logprobs, strict=True)
+                self._likeliest = dict(zip(output.req_ids, rows, strict=True))
+            output = replace(output, logprobs=None)
+        return self._update(scheduled, output)
+
+    def add_request(self, request: Any, *text: Any) -> None:
+        """Start an empty response."""
+        self.running[request.request_id] = Response()
+
+    def process_outputs(self, outputs: Iterable[Any], **statistics: Any) -> Any:
+        """Append each request's token; return finished ones with their names as `request_outputs`."""
+        ended, running, scored = [], self.running, self._scored
+        for output in outputs:
+            name = output.request_id
+            response = running.get(name)
+            if response is None:  # interrupted during the step
+                continue
+            response.append(output, scored.get(name, (-1, math.nan)))
+            if output.new_token_ids and name in self._likeliest:
+                response.likeliest.append(self._likeliest[name])
+            if (part := output.new_prompt_logprobs_tensors) is not None:
+                response.prompt.append((part.logprob_token_ids.numpy(), part.logprobs.numpy()))
+            if output.finish_reason is not None:
+                ended.append((name, running.pop(name)))
+        return SimpleNamespace(request_outputs=ended, reqs_to_abort=[])
+
+    def abort_requests(self, names: Sequence[str], internal: bool) -> Sequence[str]:
+        """Drop responses; return the names for the scheduler."""
+        for name in names:
+            self.running.pop(name, None)
+        return names
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether any request runs or waits."""
+        return bool(self.running)
+
+    def update_scheduler_stats(self, statistics: Any) -> None:
+        """Ignore vLLM's statistics."""
 
 
 class KeptSetRecorder:

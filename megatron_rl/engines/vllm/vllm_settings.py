@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -45,7 +46,7 @@ def fit_to_device(config: RolloutConfig, device: torch.device, records_routes: b
 def describe_modes(config: RolloutConfig, device: torch.device, records_routes: bool) -> str:
     """Describe active and ignored modes (CUDA graphs, async scheduling, model runner) for the log."""
     fitted = fit_to_device(config, device, records_routes)
-    eager = "eager" if fitted.enforce_eager else "compiled with CUDA graphs"
+    eager = "eager" if fitted.enforce_eager else f"compiled with CUDA graphs ({describe_cache()})"
     runner = fitted.model_runner + (" with its Triton sampler" if fitted.model_runner == "v2" else "")
     if (config.model_runner, runner, device.type) == ("auto", "v1", "cuda"):
         runner += f", which {'router replay' if records_routes else 'truncated sampling'} needs"
@@ -56,6 +57,13 @@ def describe_modes(config: RolloutConfig, device: torch.device, records_routes: 
         if getattr(config, name) not in (None, "auto", getattr(fitted, name))
     ]
     return f"{text}; no effect on CPU: {', '.join(ignored)}" if ignored else text
+
+
+def describe_cache() -> str:
+    """Name the directory in which vLLM keeps compiled models for later starts, and count them."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = Path(os.environ.get("VLLM_CACHE_ROOT") or caches / "vllm").expanduser() / "torch_compile_cache"
+    return f"{len([*directory.glob('*')])} compiled models are kept in {directory}"
 
 
 def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
