@@ -137,8 +137,6 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
     graph, static = f"{section}.step_mode = 'graph'", f"{section}.step_mode=static: the same step without capture"
     for leaf, (value, what) in uncaptured.items():
         config.allow(f"{section}.{leaf}", value, f"is not captured yet ({what}): {graph} cannot take it", static)
-    for leaf in ("offload_gradients", "offload_optimizer"):
-        config.allow(f"{section}.{leaf}", False, f"moves memory that the graphs of {graph} have captured", static)
 
 
 def _check_streaming(config: CheckedConfig, section: str) -> None:

@@ -29,7 +29,7 @@ from itertools import chain
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, STREAMED_BYTES, LayoutConfig, TrainedConfig
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.cluster import Job
+from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.engine_weights import count_own_bytes, count_staged_bytes
 from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_bytes, list_chunks
 from megatron_rl.planning.role_layouts import DTYPE_BYTES, build_layout
@@ -137,7 +137,8 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
         else:
             resting[role.title] = 0 if role.offload else held.total
             host += role.offload * held.total
-    base = {"reserve": job.cluster.reserve_bytes}
+    pools = {role.name: _count_pool(job, rank, role) for role in job.spec.trained}
+    base = {"reserve": job.cluster.reserve_bytes, "graphs": sum(pools.values())}
     resident = base | waiting | resting
     phases, cache, per_token = _engine_phases(job, rank, actor, resident)
     # From a step's second minibatch on, all trained roles have their offloaded state on the device.
@@ -151,16 +152,25 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
         phases.append(MemoryPhase(name, at_work | _activations(job, rank, role)))
         if role.trainable:
             update = _activations(job, rank, role, is_update=True)
+            update["graphs"] = base["graphs"] - pools[role.name]
             phases.append(MemoryPhase(f"{role.title} update", updating | update))
     if job.spec.num_scoring_passes or config.trainer.critic_warmup:
         scorers = [role for role in (roles["actor"], roles.get("reference")) if role is not None]
         scoring = max((_activations(job, rank, role) for role in scorers), key=lambda parts: sum(parts.values()))
         phases.append(MemoryPhase("log-probs", resident | {"reference": reference} | scoring))
     update = _activations(job, rank, roles["actor"], is_update=True) | _lesson_bytes(job, rank)
-    update |= {"kept hidden states": _count_kept(job) if trains_mtp else 0}
+    update |= {"kept hidden states": _count_kept(job) if trains_mtp else 0, "graphs": base["graphs"] - pools["actor"]}
     phases.append(MemoryPhase("actor update", updating | update))
     phases = [MemoryPhase(phase.name, {kind: size for kind, size in phase.parts.items() if size}) for phase in phases]
     return RankMemory(rank, phases, cache, per_token, host)
+
+
+def _count_pool(job: Job, rank: int, role: RoleSpec) -> int:
+    """Return bytes that a role's CUDA graphs hold in all phases: the activations of a full microbatch."""
+    if role.training.step_mode != "graph":
+        return 0
+    size, limit = sum(_activations(job, rank, role, is_update=True).values()), role.training.graph_memory_gib
+    return size if limit is None else min(size, int(limit * GIB))
 
 
 def _count_optimizer(section: TrainedConfig, held: RoleBytes) -> int:
@@ -280,9 +290,9 @@ def _engine_phases(
     own += staged
     engine = {"engine weights": own, "engine activations": working, "KV cache": max(cache, 0)}
     # At the start nothing is offloaded yet, and Adam's moments do not exist before the first update.
-    fresh = {"gradients": actor.gradients, "optimizer": actor.main_weights}
+    fresh = {"gradients": actor.gradients, "optimizer": actor.main_weights, "graphs": 0}
     if config.actor.zero_stage == FULLY_SHARDED:  # parameters are the float32 weights; no gradient buffers
-        fresh = {"gradients": 0, "optimizer": 0}
+        fresh |= {"gradients": 0, "optimizer": 0}
     moves, largest = own > 0, _find_largest_matrix(job, rank, job.spec.roles["actor"])
     in_buckets = job.cluster.nodes > 1 or config.actor.lora.rank
     staging = 2 * config.hybrid.bucket_bytes if moves and in_buckets else 0

@@ -338,7 +338,7 @@ def check_machine(config: RunConfig, roles: Mapping[str, RoleInputs], engine: st
     try:
         for role in roles.values():
             if role.spec.trainable and role.spec.training.step_mode == "graph":
-                from megatron_rl.training.optimizer import check_step_mode
+                from megatron_rl.training.cuda_graph import check_step_mode
 
                 check_step_mode(role.spec, role.shape, config.model.dtype)
         if config.model.transformer_impl == "transformer_engine":

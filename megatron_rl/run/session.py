@@ -30,7 +30,6 @@ from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.run.primitives import Primitives, build_primitives
 from megatron_rl.samples.describe import text_rows
 from megatron_rl.training.fast_path import find_fast_paths, format_table
-from megatron_rl.training.optimizer import check_step_mode
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
@@ -96,7 +95,10 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
         check_fits(config, resolve(config), cluster)
     inputs = read_rl_inputs(config, world_size, parts)
     for role in inputs.spec.trained:
-        check_step_mode(role, inputs.roles[role.name].shape, config.model.dtype)
+        if role.training.step_mode == "graph":
+            from megatron_rl.training.cuda_graph import check_step_mode
+
+            check_step_mode(role, inputs.roles[role.name].shape, config.model.dtype)
     config, chosen = wait_for_debugger(config), [*commits, *chosen]
     return Prepared(config, replace(inputs, notes=[*chosen, *inputs.notes]), recipe, parts, chosen)
 

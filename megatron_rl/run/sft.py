@@ -19,7 +19,7 @@ from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.run.state import TrainingState, actor_export, side_files
 from megatron_rl.samples.experience import replicate
 from megatron_rl.samples.pack import Packer
-from megatron_rl.training.optimizer import check_step_mode
+from megatron_rl.training.cuda_graph import check_step_mode
 from megatron_rl.training.roles.actor import ActorOnSamples, sft
 from megatron_rl.types import UserError
 

@@ -29,7 +29,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.checkpoint.optimizer_states import list_state_shards
 from megatron_rl.checkpoint.pieces import MOMENTS
-from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.collectives import share_object
@@ -37,7 +36,6 @@ from megatron_rl.parallel.groups import free_gather_buffers
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.packed_model import Head, HostMemory, PackedModel
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape
 
 _ADAM_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay")
 _SUMMED_ELEMENTS = 65536  # squares that are added up in float32 in sequence, on a CPU
@@ -79,6 +77,12 @@ class Optimizer:
             trained: Any = model.trained
             self._muon = Muon(trained, self._ddp, list_state_shards(model.stages, self.megatron))
         self._host_memory = HostMemory(self._device)
+        self._buffers: list[Any] = [b for x in self._ddp for b in (*x.buffers, *x.expert_parallel_buffers)]
+        if model.stream is not None and self.offloads:  # graphs capture addresses
+            from megatron_rl.training.fixed_memory import FixedGradients, FixedStates
+
+            self._host_memory = FixedStates(self._device)
+            self._buffers = [FixedGradients(buffer) for buffer in self._buffers if self._offloads_gradients]
         self._is_released = False
         self._learning_rates = [
             torch.zeros((), dtype=torch.float32, device=self._device) for _ in self.megatron.param_groups
@@ -99,15 +103,16 @@ class Optimizer:
         self.scheduler.num_steps = schedule["num_steps"]
         self.scheduler.step(0)  # recomputes the learning rate by the present config
 
-    def _list_buffers(self) -> list[Any]:
-        modules = self._ddp if self._offloads_gradients else ()
-        return [buffer for module in modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
+    @property
+    def offloads(self) -> bool:
+        """Whether `release` moves gradients or states."""
+        return self._offloads_gradients or self._offloads_states
 
     def release(self) -> None:
         """Free the gradients' memory and offload Adam's states, as configured, until `restore`."""
         if self._offloads_gradients and not self._ddp:
             self.megatron.zero_grad()
-        for buffer in self._list_buffers():
+        for buffer in self._buffers if self._offloads_gradients else ():
             buffer.offload_to_cpu(move_params=False, move_grads=True)
         if self._offloads_states and not self._is_released:
             states = self._list_states()
@@ -122,7 +127,7 @@ class Optimizer:
         """Undo `release`; does nothing if nothing is released."""
         if not self._is_released:
             return
-        for buffer in self._list_buffers():
+        for buffer in self._buffers if self._offloads_gradients else ():
             buffer.reload_from_cpu(move_params=False, move_grads=True)
         if self._offloads_states:
             states = self._list_states()
@@ -296,9 +301,6 @@ def _make_fused_adam(
     return adam
 
 
-_GROUPED_KERNELS = (9, 10)  # major compute capabilities on which torch's `grouped_mm` needs no host sync
-
-
 class StepLoss:
     """Loss of an optimizer step, called by the schedule with a microbatch and the head's outputs.
 
@@ -377,28 +379,3 @@ class EagerStep:
     def finish(self) -> torch.Tensor:
         """Update the weights and return the gradient norm; see `Optimizer.finish`."""
         return self.optimizer.finish()
-
-
-def check_step_mode(spec: RoleSpec, shape: ModelShape, dtype: str) -> None:
-    """Reject a step mode that this machine cannot run.
-
-    Raises:
-        UserError: mode graph without CUDA, or with experts for which this GPU has no kernel.
-    """
-    if spec.training.step_mode != "graph":
-        return
-    found, expected = "", "a CUDA device"
-    if not torch.cuda.is_available():
-        found = "there is no CUDA device"
-    elif shape.num_experts:
-        major, minor = torch.cuda.get_device_capability()
-        if dtype != "bfloat16" or major not in _GROUPED_KERNELS:
-            found = f"torch multiplies experts in {dtype} one after the other on compute capability {major}.{minor}"
-            expected = "a mixture of experts in bfloat16, on compute capability 9.x or 10.x"
-    if found:
-        raise UserError(
-            f"{spec.section}.step_mode = graph, but {found}",
-            source=f"{spec.section}.step_mode",
-            expected=expected,
-            hint=f"set {spec.section}.step_mode=static: the same step without capture",
-        )

@@ -255,3 +255,20 @@ def test_roles_on_ranks_of_their_own_take_memory_there_only() -> None:
     assert "weights" not in parts[4]["critic update"] and "activations" in parts[4]["log-probs"]
     assert set(parts[6]["rollout"]) == {"engine weights", "engine activations", "KV cache"}
     assert found[4].kv_cache_bytes == 0 < found[6].kv_cache_bytes == found[7].kv_cache_bytes
+
+
+def test_graphs_hold_the_activations_of_an_update_in_every_later_phase() -> None:
+    eager, graph = (
+        phases(make_job(small_shape(), RECOMPUTE, f"actor.step_mode={mode}")) for mode in ("eager", "graph")
+    )
+    update = eager["actor update"].parts
+    pool = update["activations"] + update["logits"]
+    assert {name: graph[name].total - phase.total for name, phase in eager.items()} == {
+        "engine start": 0,
+        "switch": pool,
+        "rollout": pool,
+        "log-probs": pool,
+        "actor update": 0,
+    }
+    bounded = phases(make_job(small_shape(), RECOMPUTE, "actor.step_mode=graph", "actor.graph_memory_gib=0.001"))
+    assert bounded["rollout"].parts["graphs"] == int(0.001 * GIB) < pool

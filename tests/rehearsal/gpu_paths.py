@@ -48,8 +48,8 @@ from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.planning.cluster import find_cluster
 from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.run.loading import load_config
+from megatron_rl.training.cuda_graph import check_step_mode
 from megatron_rl.training.fast_path import find_fast_paths
-from megatron_rl.training.optimizer import check_step_mode
 from megatron_rl.training.policy_engine import PolicyEngine
 from megatron_rl.transfer import transports
 from megatron_rl.transfer.executor import Resharder

@@ -213,6 +213,7 @@ class Assumptions:
         link_efficiency: share of link bandwidth in collectives.
         mean_response, mean_prompt: mean length over the maximum length.
         decode_overhead, request_overhead: host seconds per decoding pass, and per running response of a pass.
+        layer_overhead: host seconds per layer and microbatch of an update that is not replayed from CUDA graphs.
     """
 
     mfu: float = 0.4
@@ -222,13 +223,15 @@ class Assumptions:
     mean_prompt: float = 0.5
     decode_overhead: float = 0.004
     request_overhead: float = 40e-6
+    layer_overhead: float = 0.004
 
     def describe(self) -> str:
         """Return the assumptions as a sentence for the report."""
         return (
             f"{self.mfu:.0%} of peak operations; {self.bandwidth_efficiency:.0%} of memory bandwidth, with "
             f"{self.decode_overhead * 1e3:g} ms per decoding pass and {self.request_overhead * 1e6:g} us per response "
-            f"in it; {self.link_efficiency:.0%} of link bandwidth; "
+            f"in it; updates without CUDA graphs launch a layer of a microbatch in {self.layer_overhead * 1e3:g} ms; "
+            f"{self.link_efficiency:.0%} of link bandwidth; "
             f"responses of {self.mean_response:.0%} and prompts of {self.mean_prompt:.0%} of the longest"
         )
 
@@ -294,7 +297,13 @@ def predict_step(
     def train(role: RoleSpec) -> float:
         """Return seconds of a role's updates; a frozen model skips weight gradients, half of a backward pass."""
         passes = (2 if role.training.lora.rank else 3) + (role.training.recompute_granularity == "full")
-        return compute(role, work.passes * passes)
+        seconds, layout = compute(role, work.passes * passes), job.layout_of(role)
+        if role.training.step_mode == "graph":
+            return seconds
+        microbatches = work.optimizer_steps * count_step_microbatches(work, layout, role.settings)
+        layers = job.shape_of(role).num_layers / layout.pp_size
+        host = microbatches * layers * assumed.layer_overhead * passes / 3
+        return max(seconds, host * (1 + compute_bubble(work, layout, role.settings)))  # kernels wait for their launch
 
     roles, actor = job.spec.roles, job.config.actor
     mtp = 0.0  # the MTP layer, which the last stage trains while all other stages wait
@@ -343,9 +352,13 @@ def _find_overlap(job: Job, seconds: dict[str, float]) -> float:
 
 def compute_bubble(work: Workload, layout: ParallelLayout, section: LayoutConfig) -> float:
     """Return a pipeline's idle time over its working time, (pp - 1) / (vpp m) with m microbatches."""
+    return (layout.pp_size - 1) / (layout.vpp_size * count_step_microbatches(work, layout, section))
+
+
+def count_step_microbatches(work: Workload, layout: ParallelLayout, section: LayoutConfig) -> float:
+    """Return the microbatches per optimizer step and rank."""
     per_step = work.tokens * work.passes / work.optimizer_steps / layout.dp_size
-    microbatches = max(1, -(-per_step // section.max_tokens_per_microbatch))
-    return (layout.pp_size - 1) / (layout.vpp_size * microbatches)
+    return max(1, -(-per_step // section.max_tokens_per_microbatch))
 
 
 def count_operations(shape: ModelShape, length: float, stages: int = 1) -> float:
