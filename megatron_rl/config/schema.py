@@ -70,8 +70,8 @@ class LayoutConfig:
     max_tokens_per_microbatch: int = option(
         4096, "Token budget of one forward/backward on one DP rank.", "tokens", ge=1
     )
-    logprob_chunk_tokens: int = option(
-        512, "Tokens whose logits exist at once; log-probs never hold more.", "tokens", ge=1
+    logprob_chunk_tokens: int | None = option(
+        None, "Tokens whose logits exist at once; default: 512, on GPUs up to 8192 by their memory.", "tokens", ge=1
     )
     share_prompts: Literal[True, False, "tree"] = option(
         True, "Compute a group's prompt once per microbatch; tree: also what branches of a rollout share."

@@ -34,7 +34,7 @@ from megatron_rl.planning.engine_weights import count_own_bytes, count_staged_by
 from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_bytes, list_chunks
 from megatron_rl.planning.role_layouts import DTYPE_BYTES, build_layout
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_layout import padded_vocab_size
+from megatron_rl.weights.megatron_layout import choose_chunk_tokens, padded_vocab_size
 from megatron_rl.weights.quantization import is_quantized
 from megatron_rl.weights.row_shards import find_shard_places
 
@@ -359,7 +359,9 @@ def compute_activation_bytes(job: Job, rank: int, role: RoleSpec, is_update: boo
     if is_last and not shape.has_score_head:
         columns = padded_vocab_size(shape.vocab_size, layout.tp_size) // layout.tp_size
         rows = config.max_tokens_per_microbatch // layout.cp_size
-        chunk, hidden = min(config.logprob_chunk_tokens, rows), rows * h * itemsize
+        gpu = job.cluster.memory_bytes if fused else None
+        chunk = config.logprob_chunk_tokens or choose_chunk_tokens(shape.vocab_size, layout.tp_size, gpu)
+        chunk, hidden = min(chunk, rows), rows * h * itemsize
         logits = chunk * columns * 2 * _FLOAT + hidden  # two float32 copies of a chunk's logits
         if is_update:
             logits += chunk * columns * itemsize + hidden  # their gradients

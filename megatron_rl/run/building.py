@@ -24,6 +24,7 @@ from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, align_group_names, gather_objects, share_object, world
 from megatron_rl.parallel.groups import ParallelGroups, join_groups
+from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.collector import Collector, RewardSources
 from megatron_rl.rollout.generation import RolloutGenerator
@@ -147,6 +148,7 @@ def build_role(
             temperature=config.rollout.temperature,
             total_optimizer_steps=total_optimizer_steps,
             teacher=teacher,
+            memory_bytes=min(gather_objects(find_gpu_memory() or 0, groups.world)) or None,
         )
     )
 
