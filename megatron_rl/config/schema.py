@@ -89,8 +89,8 @@ class TrainedConfig(LayoutConfig):
     quantization: Literal["none", "nf4"] = option(
         "none", "nf4 (with lora): the matrices of the layers in four bits (QLoRA); the engine gets them dequantized."
     )
-    recompute_granularity: Literal["none", "selective", "full"] = option(
-        "none", "Activation recomputation: none, core attention only, or whole layers."
+    recompute_granularity: Literal["none", "selective", "full", "offload"] = option(
+        "none", "Recomputation: none, core attention only, whole layers, or these with inputs on the host (offload)."
     )
     optimizer: Literal["adam", "muon"] = option(
         "adam", "AdamW, or Muon for the matrices of the layers and AdamW for the rest."

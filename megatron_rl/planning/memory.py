@@ -14,8 +14,8 @@ Activations are counted from the tensors that autograd saves, per token of a pac
     experts      k (h + 4 f / tp)                    k experts per token; temporarily up to 5 k h more
     head         h / s + h                           final norm, and the output layer's gathered input
 
-Full recomputation keeps each layer's input, h / s. On CPU, attention keeps a copy of its result. In float32 on a GPU,
-KV heads are repeated to the query heads: another 2 q / tp.
+Full recomputation keeps each layer's input, h / s, on the GPU or (offload) on the host. On CPU, attention keeps a copy
+of its result. In float32 on a GPU, KV heads are repeated to the query heads: another 2 q / tp.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RankMemory:
     Attributes:
         kv_cache_bytes: negative if the engine's share is too small for its weights.
         kv_bytes_per_token: on one engine rank.
-        host_bytes: pinned host memory for offloaded state, held for the whole run.
+        host_bytes: pinned host memory for offloaded state and inputs of layers, held for the whole run.
     """
 
     rank: int
@@ -138,6 +138,7 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
             resting[role.title] = 0 if role.offload else held.total
             host += role.offload * held.total
     pools = {role.name: _count_pool(job, rank, role) for role in job.spec.trained}
+    host += sum(_count_host_inputs(job, rank, role) for role in job.spec.trained)
     base = {"reserve": job.cluster.reserve_bytes, "graphs": sum(pools.values())}
     resident = base | waiting | resting
     phases, cache, per_token = _engine_phases(job, rank, actor, resident)
@@ -171,6 +172,17 @@ def _count_pool(job: Job, rank: int, role: RoleSpec) -> int:
         return 0
     size, limit = sum(_activations(job, rank, role, is_update=True).values()), role.training.graph_memory_gib
     return size if limit is None else min(size, int(limit * GIB))
+
+
+def _count_host_inputs(job: Job, rank: int, role: RoleSpec) -> int:
+    """Return bytes of recomputed layers' inputs on the host, of full microbatches in flight."""
+    shape, layout, section = job.shape_of(role), job.layout_of(role), role.training
+    if section.recompute_granularity != "offload" or rank not in layout.ranks:
+        return 0
+    passes = count_passes_in_flight(layout, layout.coordinates(rank).pp, count_microbatches(job, layout, section))
+    kept = passes * shape.num_layers // (layout.pp_size * layout.vpp_size)
+    rows = section.max_tokens_per_microbatch // layout.cp_size // (layout.tp_size if section.sequence_parallel else 1)
+    return kept * rows * shape.hidden_size * DTYPE_BYTES[job.config.model.dtype]
 
 
 def _count_optimizer(section: TrainedConfig, held: RoleBytes) -> int:
@@ -352,7 +364,8 @@ def compute_activation_bytes(job: Job, rank: int, role: RoleSpec, is_update: boo
     tokens, pp_rank = config.max_tokens_per_microbatch / layout.cp_size, layout.coordinates(rank).pp
     s = layout.tp_size if config.sequence_parallel else 1
     h, is_last = shape.hidden_size, pp_rank == layout.pp_size - 1
-    is_full = is_update and role.trainable and role.training.recompute_granularity == "full"
+    granularity = role.training.recompute_granularity if is_update and role.trainable else "none"
+    is_full, is_offloaded = granularity in ("full", "offload"), granularity == "offload"
     layer = count_layer_elements(shape, layout, config.sequence_parallel, fused, fused and itemsize == _FLOAT)
     head = (h / s + h) * tokens * itemsize if is_last else 0
     logits = 0
@@ -374,9 +387,10 @@ def compute_activation_bytes(job: Job, rank: int, role: RoleSpec, is_update: boo
     layers = passes * shape.num_layers / (layout.pp_size * layout.vpp_size)
     # megatron-core also keeps a pass's output for the next stage; the last chunk has none.
     sent = passes * (1 - is_last / layout.vpp_size) * h / s
-    stored = layers * (h / s if is_full else layer) + sent
+    stored = layers * (h / s * (not is_offloaded) if is_full else layer) + sent
     # Gradients of one layer's results in its backward; with recomputation also its activations.
     transient = 2 * shape.ffn_hidden_size / layout.tp_size + 2 * h + (layer if is_full else 0)
+    transient += 2 * h / s * is_offloaded  # the input and the output of the layer that runs
     if shape.num_experts:  # peak just after the layer's forward
         transient += shape.experts_per_token * _count_exchanged(layout, 2) * h
     return int(stored * tokens * itemsize + head), int(transient * tokens * itemsize), logits

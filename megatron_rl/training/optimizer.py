@@ -50,6 +50,7 @@ class Optimizer:
     Attributes:
         adams: torch optimizers of dense and of expert parameters.
         kind: "adam" or "muon".
+        offloads: whether `release` moves gradients or states.
         is_sound: 0-d device bool; `finish` changes weights only if it is true.
         steps: completed optimizer steps.
     """
@@ -60,6 +61,7 @@ class Optimizer:
         self._collection, self._device = model.groups.collection, model.device
         self._offloads_gradients, self._offloads_states = config.offload_gradients, bool(config.offload_optimizer)
         self._streams = config.offload_optimizer == "stream"
+        self.offloads = self._offloads_gradients or self._offloads_states
         self.megatron = _build_optimizer(model, config)
         self.scheduler = _build_scheduler(self.megatron, config, total_steps)
         self.steps = 0
@@ -102,11 +104,6 @@ class Optimizer:
         self.steps = steps
         self.scheduler.num_steps = schedule["num_steps"]
         self.scheduler.step(0)  # recomputes the learning rate by the present config
-
-    @property
-    def offloads(self) -> bool:
-        """Whether `release` moves gradients or states."""
-        return self._offloads_gradients or self._offloads_states
 
     def release(self) -> None:
         """Free the gradients' memory and offload Adam's states, as configured, until `restore`."""
@@ -245,7 +242,8 @@ def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimiz
         )
     for part in _list_parts(optimizer):
         if not part.is_stub_optimizer:
-            _use_fused_adam(part, kind, is_capturable=model.stream is not None)
+            groups = part.optimizer.param_groups
+            part.optimizer = _make_fused_adam(groups, kind, is_capturable=model.stream is not None)
     return optimizer
 
 
@@ -281,10 +279,6 @@ def _build_scheduler(optimizer: MegatronOptimizer, role: TrainedConfig, total_st
 
 def _list_parts(optimizer: MegatronOptimizer) -> list[Any]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-
-
-def _use_fused_adam(part: MegatronOptimizer, kind: type[torch.optim.AdamW], *, is_capturable: bool) -> None:
-    part.optimizer = _make_fused_adam(part.optimizer.param_groups, kind, is_capturable=is_capturable)
 
 
 def _make_fused_adam(

@@ -123,6 +123,11 @@ class PackedModel(LaidOutModel):
             self.stages = build_sharded(build, groups, self.config.params_dtype, is_trained=spec.trainable)
         else:
             self.stages = build()
+        if spec.trainable and spec.training.recompute_granularity == "offload":
+            from megatron_rl.models.offloaded_inputs import InputStore
+
+            rows = self.count_rows(spec.training.max_tokens_per_microbatch)
+            InputStore(shape.hidden_size, rows * shape.hidden_size * self.dtype.itemsize).watch(self.stages)
         self.device = next(self.stages.parameters()).device
         self._fill(spec, setup.seed)
         self.routing: Routing | None = None

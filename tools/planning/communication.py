@@ -27,6 +27,7 @@ from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
 
 WITHIN, ACROSS = "within node", "across nodes"
+_WHOLE_LAYERS = ("full", "offload")  # recomputed ones
 _FLOAT = 4
 
 
@@ -108,7 +109,8 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     trainings = work.passes if role.trainable else 0
     # Full recomputation adds a forward. Sequence parallelism gathers inputs again for the gradients of weights,
     # unless adapters freeze the model.
-    rounds = forwards + trainings * (2 + (role.trainable and role.training.recompute_granularity == "full"))
+    is_recomputed = role.trainable and role.training.recompute_granularity in _WHOLE_LAYERS
+    rounds = forwards + trainings * (2 + is_recomputed)
     chunks = (stage_layers(shape.num_layers, pp, layout.vpp_size, pp_rank, chunk) for chunk in range(layout.vpp_size))
     layers, mixtures = shape.num_layers / pp, sum(shape.has_experts(number) for chunk in chunks for number in chunk)
     hidden = tokens * shape.hidden_size * itemsize
@@ -296,8 +298,13 @@ def predict_step(
 
     def train(role: RoleSpec) -> float:
         """Return seconds of a role's updates; a frozen model skips weight gradients, half of a backward pass."""
-        passes = (2 if role.training.lora.rank else 3) + (role.training.recompute_granularity == "full")
+        passes = (2 if role.training.lora.rank else 3) + (role.training.recompute_granularity in _WHOLE_LAYERS)
         seconds, layout = compute(role, work.passes * passes), job.layout_of(role)
+        if role.training.recompute_granularity == "offload":  # inputs of layers to the host and back, between kernels
+            split = layout.cp_size * (layout.tp_size if role.settings.sequence_parallel else 1)
+            rows = work.tokens * work.passes / layout.dp_size / split * job.shape_of(role).num_layers / layout.pp_size
+            moved = 2 * rows * job.shape_of(role).hidden_size * DTYPE_BYTES[job.config.model.dtype]
+            seconds += moved / job.cluster.host_bandwidth
         if role.training.step_mode == "graph":
             return seconds
         microbatches = work.optimizer_steps * count_step_microbatches(work, layout, role.settings)
