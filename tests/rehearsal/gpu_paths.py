@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -48,6 +48,7 @@ from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.planning.cluster import find_cluster
 from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.run.loading import load_config
+from megatron_rl.training import fixed_memory
 from megatron_rl.training.cuda_graph import check_step_mode
 from megatron_rl.training.fast_path import find_fast_paths
 from megatron_rl.training.policy_engine import PolicyEngine
@@ -203,6 +204,34 @@ def captured_experts() -> list[str]:
     return found
 
 
+def fixed_memory_calls() -> list[str]:
+    """Driver calls of memory that is given back and taken again, where the second taking lacks memory at first."""
+    calls, driver = list[str](), MagicMock()
+    driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY = "success", "out of memory"
+
+    def add(name: str) -> None:
+        def call(*values: Any) -> tuple[str, int]:
+            calls.append(name)
+            is_full = name == "cuMemCreate" and calls.count(name) == 2
+            return "out of memory" if is_full else "success", 2 << 20
+
+        setattr(driver, name, call)
+
+    for name in ("GetAllocationGranularity", "AddressReserve", "Create", "Map", "SetAccess", "Unmap", "Release"):
+        add(f"cuMem{name}")
+    with (
+        patch.object(fixed_memory, "import_module", lambda name: driver),
+        patch.object(torch, "as_tensor", lambda array, device: array.__cuda_array_interface__),
+        patch.object(torch.cuda, "synchronize", lambda: calls.append("synchronize")),
+        patch.object(torch.cuda, "empty_cache", lambda: calls.append("empty_cache")),
+    ):
+        memory = fixed_memory.FixedMemory(5, CUDA)
+        for work in (memory.map, memory.unmap, memory.unmap, memory.map):
+            work()
+    assert cast(Any, memory.block)["data"] == (2 << 20, False)
+    return calls
+
+
 PARTS: dict[str, Callable[[], Any]] = {
     "start": start,
     "memory": memory,
@@ -215,6 +244,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "kernels": kernels,
     "servers": servers,
     "captured experts": captured_experts,
+    "fixed memory": fixed_memory_calls,
     "bitwise": lambda: _refusal(lambda: check_bitwise(SHAPE, 1, "vllm")),
     "capsule": lambda: replaying.is_same_layout(
         SimpleNamespace(manifest={"world_size": 1, "device": "cpu"}),  # type: ignore[arg-type]
