@@ -27,6 +27,7 @@ load_guard()
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tools.rehearsal import fake_cuda
 
@@ -42,6 +43,7 @@ from megatron_rl.engines.servers import served
 from megatron_rl.engines.servers.server_apis import SglangServer, VllmServer
 from megatron_rl.engines.vllm.vllm_settings import fit_to_device
 from megatron_rl.models import attention_backends, attention_kernels
+from megatron_rl.models.offloaded_inputs import InputStore
 from megatron_rl.observability.timers import StepProfiler
 from megatron_rl.parallel.collectives import Process, current_device, init_distributed, memory_in_use
 from megatron_rl.parallel.random_streams import keep_random_streams
@@ -232,6 +234,15 @@ def fixed_memory_calls() -> list[str]:
     return calls
 
 
+def stored_input() -> list[Any]:
+    """Bytes that are page-locked for a layer's input on a GPU, and the device that it returns to."""
+    fake_cuda.PINNED.clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        store = InputStore(hidden_size=4, block_bytes=64)
+        loaded = store._unpack(store._pack(torch.empty(2, 1, 4, device=CUDA)))
+    return [*fake_cuda.PINNED.values(), str(loaded.device)]
+
+
 PARTS: dict[str, Callable[[], Any]] = {
     "start": start,
     "memory": memory,
@@ -245,6 +256,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "servers": servers,
     "captured experts": captured_experts,
     "fixed memory": fixed_memory_calls,
+    "stored input": stored_input,
     "bitwise": lambda: _refusal(lambda: check_bitwise(SHAPE, 1, "vllm")),
     "capsule": lambda: replaying.is_same_layout(
         SimpleNamespace(manifest={"world_size": 1, "device": "cpu"}),  # type: ignore[arg-type]
