@@ -33,15 +33,15 @@ class _Held:
 
 
 class InputStore:
-    """Host memory of the inputs of a model's layers, in blocks for one microbatch of the token budget each.
+    """Host memory of the inputs of a model's layers, in blocks of `rows` hidden states, a full microbatch.
 
     Attributes:
         num_bytes: page-locked so far.
         num_stored: inputs that are on the host now.
     """
 
-    def __init__(self, hidden_size: int, block_bytes: int) -> None:
-        self._hidden_size, self._block_bytes = hidden_size, block_bytes
+    def __init__(self, hidden_size: int, rows: int) -> None:
+        self._hidden_size, self._rows = hidden_size, rows
         self._free: list[torch.Tensor] = []
         self._open: list[Any] = []
         self.num_bytes = self.num_stored = 0
@@ -69,7 +69,8 @@ class InputStore:
             return tensor
         block = next((x for x in self._free if len(x) >= tensor.nbytes), None)
         if block is None:
-            block = torch.empty(max(self._block_bytes, tensor.nbytes), dtype=torch.uint8)
+            full = self._rows * self._hidden_size * tensor.itemsize
+            block = torch.empty(max(full, tensor.nbytes), dtype=torch.uint8)
             self.num_bytes += len(block)
             if tensor.is_cuda:
                 pin_memory(block.data_ptr(), len(block))

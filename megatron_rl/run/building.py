@@ -24,7 +24,6 @@ from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, align_group_names, gather_objects, share_object, world
 from megatron_rl.parallel.groups import ParallelGroups, join_groups
-from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.collector import Collector, RewardSources
 from megatron_rl.rollout.generation import RolloutGenerator
@@ -138,6 +137,8 @@ def build_role(
         make: a user's class for the role; `None` for the package's.
         teacher: whose distributions an actor learns.
     """
+    from megatron_rl.planning.role_layouts import find_gpu_memory
+
     return (make or _find_class(inputs.spec))(
         RoleSetup(
             spec=inputs.spec,

@@ -50,7 +50,6 @@ class Optimizer:
     Attributes:
         adams: torch optimizers of dense and of expert parameters.
         kind: "adam" or "muon".
-        offloads: whether `release` moves gradients or states.
         is_sound: 0-d device bool; `finish` changes weights only if it is true.
         steps: completed optimizer steps.
     """
@@ -61,7 +60,6 @@ class Optimizer:
         self._collection, self._device = model.groups.collection, model.device
         self._offloads_gradients, self._offloads_states = config.offload_gradients, bool(config.offload_optimizer)
         self._streams = config.offload_optimizer == "stream"
-        self.offloads = self._offloads_gradients or self._offloads_states
         self.megatron = _build_optimizer(model, config)
         self.scheduler = _build_scheduler(self.megatron, config, total_steps)
         self.steps = 0
@@ -80,7 +78,7 @@ class Optimizer:
             self._muon = Muon(trained, self._ddp, list_state_shards(model.stages, self.megatron))
         self._host_memory = HostMemory(self._device)
         self._buffers: list[Any] = [b for x in self._ddp for b in (*x.buffers, *x.expert_parallel_buffers)]
-        if model.stream is not None and self.offloads:  # graphs capture addresses
+        if model.stream is not None:  # graphs capture addresses
             from megatron_rl.training.fixed_memory import FixedGradients, FixedStates
 
             self._host_memory = FixedStates(self._device)
@@ -242,8 +240,7 @@ def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimiz
         )
     for part in _list_parts(optimizer):
         if not part.is_stub_optimizer:
-            groups = part.optimizer.param_groups
-            part.optimizer = _make_fused_adam(groups, kind, is_capturable=model.stream is not None)
+            _use_fused_adam(part, kind, is_capturable=model.stream is not None)
     return optimizer
 
 
@@ -281,11 +278,12 @@ def _list_parts(optimizer: MegatronOptimizer) -> list[Any]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
+def _use_fused_adam(part: MegatronOptimizer, kind: type[torch.optim.AdamW], *, is_capturable: bool) -> None:
+    part.optimizer = _make_fused_adam(part.optimizer.param_groups, kind, is_capturable=is_capturable)
+
+
 def _make_fused_adam(
-    groups: Sequence[Mapping[str, Any]],
-    kind: type[torch.optim.AdamW] = torch.optim.AdamW,
-    *,
-    is_capturable: bool = False,
+    groups: Sequence[Mapping[str, Any]], kind: type[torch.optim.AdamW], *, is_capturable: bool = False
 ) -> torch.optim.AdamW:
     # The constructor would reject the groups' parameter shards, so they are set afterwards.
     adam = kind([torch.zeros(1)], lr=0.0, fused=True, capturable=is_capturable)

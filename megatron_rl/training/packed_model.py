@@ -126,8 +126,7 @@ class PackedModel(LaidOutModel):
         if spec.trainable and spec.training.recompute_granularity == "offload":
             from megatron_rl.models.offloaded_inputs import InputStore
 
-            rows = self.count_rows(spec.training.max_tokens_per_microbatch)
-            InputStore(shape.hidden_size, rows * shape.hidden_size * self.dtype.itemsize).watch(self.stages)
+            InputStore(shape.hidden_size, self.count_rows(spec.training.max_tokens_per_microbatch)).watch(self.stages)
         self.device = next(self.stages.parameters()).device
         self._fill(spec, setup.seed)
         self.routing: Routing | None = None

@@ -207,7 +207,7 @@ def captured_experts() -> list[str]:
 
 
 def fixed_memory_calls() -> list[str]:
-    """Driver calls of memory that is given back and taken again, where the second taking lacks memory at first."""
+    """Driver calls of memory that is given back and taken again; the second time it lacks memory at first."""
     calls, driver = list[str](), MagicMock()
     driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY = "success", "out of memory"
 
@@ -238,7 +238,7 @@ def stored_input() -> list[Any]:
     """Bytes that are page-locked for a layer's input on a GPU, and the device that it returns to."""
     fake_cuda.PINNED.clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        store = InputStore(hidden_size=4, block_bytes=64)
+        store = InputStore(hidden_size=4, rows=8)
         loaded = store._unpack(store._pack(torch.empty(2, 1, 4, device=CUDA)))
     return [*fake_cuda.PINNED.values(), str(loaded.device)]
 

@@ -119,7 +119,7 @@ def test_replay_equals_eager_for_twenty_steps_in_every_layout(world_size: int, p
 
 
 def _visit_rollouts(rank: int, world_size: int, path: Path) -> tuple[bool, list[int], list[str]]:
-    """Return whether addresses stay, released values that are not 0, and differences where states move instead."""
+    """Return whether addresses stay, released values that are not 0, and the differences if states move instead."""
     groups = build_groups(ParallelLayout(world_size))
     with recorded_graphs():
         actor = build_role(Setup(config=LADDER | OFFLOAD), path, groups, "graph")

@@ -36,8 +36,8 @@ STORES: list[Store] = []
 class Store(offloaded_inputs.InputStore):
     """A store that notes the most inputs on the host at once."""
 
-    def __init__(self, hidden_size: int, block_bytes: int) -> None:
-        super().__init__(hidden_size, block_bytes)
+    def __init__(self, hidden_size: int, rows: int) -> None:
+        super().__init__(hidden_size, rows)
         self.most = 0
         STORES.append(self)
 

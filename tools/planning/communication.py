@@ -299,18 +299,8 @@ def predict_step(
     def train(role: RoleSpec) -> float:
         """Return seconds of a role's updates; a frozen model skips weight gradients, half of a backward pass."""
         passes = (2 if role.training.lora.rank else 3) + (role.training.recompute_granularity in _WHOLE_LAYERS)
-        seconds, layout = compute(role, work.passes * passes), job.layout_of(role)
-        if role.training.recompute_granularity == "offload":  # inputs of layers to the host and back, between kernels
-            split = layout.cp_size * (layout.tp_size if role.settings.sequence_parallel else 1)
-            rows = work.tokens * work.passes / layout.dp_size / split * job.shape_of(role).num_layers / layout.pp_size
-            moved = 2 * rows * job.shape_of(role).hidden_size * DTYPE_BYTES[job.config.model.dtype]
-            seconds += moved / job.cluster.host_bandwidth
-        if role.training.step_mode == "graph":
-            return seconds
-        microbatches = work.optimizer_steps * count_step_microbatches(work, layout, role.settings)
-        layers = job.shape_of(role).num_layers / layout.pp_size
-        host = microbatches * layers * assumed.layer_overhead * passes / 3
-        return max(seconds, host * (1 + compute_bubble(work, layout, role.settings)))  # kernels wait for their launch
+        least, moved = _find_host_seconds(job, work, role, passes, assumed)
+        return max(compute(role, work.passes * passes), least) + moved
 
     roles, actor = job.spec.roles, job.config.actor
     mtp = 0.0  # the MTP layer, which the last stage trains while all other stages wait
@@ -338,6 +328,24 @@ def predict_step(
         phases["offload"] = 2 * moved / job.cluster.host_bandwidth
     overlap = sum(_find_overlap(job, seconds) for seconds in (scoring, updates))
     return StepTime(phases, compute_bubble(work, job.layout, actor), overlap)
+
+
+def _find_host_seconds(
+    job: Job, work: Workload, role: RoleSpec, passes: int, assumed: Assumptions
+) -> tuple[float, float]:
+    """Return the host's seconds to launch a role's updates, and those of copies of layers' inputs."""
+    section, layout, shape = role.training, job.layout_of(role), job.shape_of(role)
+    layers, least, moved = shape.num_layers / layout.pp_size, 0.0, 0.0
+    if section.step_mode != "graph":
+        microbatches = work.optimizer_steps * count_step_microbatches(work, layout, section)
+        least = (
+            microbatches * layers * assumed.layer_overhead * passes / 3 * (1 + compute_bubble(work, layout, section))
+        )
+    if section.recompute_granularity == "offload":  # to the host and back, between kernels
+        split = layout.cp_size * (layout.tp_size if section.sequence_parallel else 1)
+        rows = work.tokens * work.passes / layout.dp_size / split
+        moved = 2 * layers * rows * shape.hidden_size * DTYPE_BYTES[job.config.model.dtype] / job.cluster.host_bandwidth
+    return least, moved
 
 
 def predict_seconds(assumed: Assumptions, job: Job, memory: list[RankMemory]) -> float:
