@@ -161,8 +161,9 @@ class GraphStep(StaticStep):
         if self._finish is None:
             self.optimizer.is_sound.fill_(False)  # Adam allocates its states and changes no weight
             self._warm_up(self.optimizer.finish)
-            self.optimizer.release()  # offloaded states return to the addresses that they keep
-            self.optimizer.restore()
+            if self.optimizer.offloads:  # states return to the addresses that they keep
+                self.optimizer.release()
+                self.optimizer.restore()
             self._finish = self._record(self.optimizer.finish, "the end of the optimizer step")
 
     def _list_needed(self, minibatch: TrainBatch, loss: StepLoss) -> dict[Key, TrainBatch]:

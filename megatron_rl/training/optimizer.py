@@ -50,6 +50,7 @@ class Optimizer:
     Attributes:
         adams: torch optimizers of dense and of expert parameters.
         kind: "adam" or "muon".
+        offloads: whether `release` moves gradients or states.
         is_sound: 0-d device bool; `finish` changes weights only if it is true.
         steps: completed optimizer steps.
     """
@@ -60,6 +61,7 @@ class Optimizer:
         self._collection, self._device = model.groups.collection, model.device
         self._offloads_gradients, self._offloads_states = config.offload_gradients, bool(config.offload_optimizer)
         self._streams = config.offload_optimizer == "stream"
+        self.offloads = self._offloads_gradients or self._offloads_states
         self.megatron = _build_optimizer(model, config)
         self.scheduler = _build_scheduler(self.megatron, config, total_steps)
         self.steps = 0
@@ -78,7 +80,7 @@ class Optimizer:
             self._muon = Muon(trained, self._ddp, list_state_shards(model.stages, self.megatron))
         self._host_memory = HostMemory(self._device)
         self._buffers: list[Any] = [b for x in self._ddp for b in (*x.buffers, *x.expert_parallel_buffers)]
-        if model.stream is not None:  # graphs capture addresses
+        if model.stream is not None and self.offloads:  # graphs capture addresses
             from megatron_rl.training.fixed_memory import FixedGradients, FixedStates
 
             self._host_memory = FixedStates(self._device)

@@ -65,7 +65,7 @@ EXPECTED: dict[str, Any] = {
         *("synchronize", "cuMemUnmap", "cuMemRelease"),
         *("cuMemCreate", "empty_cache", "cuMemCreate", "cuMemMap", "cuMemSetAccess"),
     ],
-    "stored input": [64, "cuda:0"],
+    "stored input": [128, "cuda:0"],  # eight rows of four float32 numbers
     "bitwise": "rollout.bitwise on a GPU: the kernels of vLLM and of the trainer add up in different orders there",
     "capsule": False,
 }
