@@ -81,6 +81,7 @@ LONG = {
     *("plain", "critic-full", "tp2", "cp2", "dp2", "pp2", "cp2-full", "dp2-replicated", "dp2-overlap-replicated-full"),
     *("critic-tp2", "critic-tp2-sp-full", "critic-cp2", "critic-cp2-full", "critic-dp2", "critic-pp2"),
     *("critic-pp2-full", "critic-cp2-overlap", "dp2-overlap-little-memory", "pp2-little-memory"),
+    *("stream", "critic-offload"),
 }
 
 
