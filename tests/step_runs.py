@@ -213,6 +213,8 @@ def compare_modes(setup: Setup, path: Path, world_size: int, num_steps: int, mod
             build_ragged_batch(eager.model, other.model.buckets, step, shares_prompts=setup.shares_prompts)
             for _ in range(2)
         ]
+        for role in (eager, other):
+            role.optimizer.release()  # as before a rollout
         if setup.replays:
             batches = [replay_any(batch, eager.model, step) for batch in batches]
         (scores, metrics, batch), (other_scores, other_metrics, other_batch) = (

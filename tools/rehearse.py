@@ -43,14 +43,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_rehearsed_job(arguments: list[str]) -> tuple[Job, argparse.Namespace]:
-    """Return the job without memory reserve, which is not rehearsed, and without the MTP layer.
+    """Return the job without memory reserve and MTP layer, which are not rehearsed, and with graphs as static steps.
 
     Raises:
         UserError: a job that cannot be planned.
     """
     options, overrides = build_parser().parse_known_args(arguments)
     options.reserve_gib = 0.0
-    return read_plan_job(options, overrides)[0].with_config(actor={"mtp_lr": 0.0}), options
+    job = read_plan_job(options, overrides)[0].with_config(actor={"mtp_lr": 0.0})
+    graphs = [role.section for role in job.spec.trained if role.training.step_mode == "graph"]
+    return job.with_config(**{section: {"step_mode": "static"} for section in graphs}), options
 
 
 def rehearse_apart(arguments: list[str], rank: int) -> dict[str, Any] | str:

@@ -58,7 +58,7 @@ _EARLIER = {
     "reward.service_fallback_reward": Only((0.0,), "nothing is learned from such a response, and 0 is logged"),
     "reward.service_url": Only((), "give the URL as reward.function, or in reward.components"),
     "reward.service_max_answer_bytes": Only((64 << 20,), _GONE),
-    "reward_model.logprob_chunk_tokens": Only((512,), "a reward model has no log-probs of tokens"),
+    "reward_model.logprob_chunk_tokens": Only((None, 512), "a reward model has no log-probs of tokens"),
     "reward_model.share_prompts": Only((True,), _GONE),
     "reward_model.recompute_granularity": Only(("none",), _GONE),
     "rollout.server.start_seconds": Only((600.0,), "rollout.server.silent_seconds bounds the start as well"),

@@ -647,6 +647,37 @@ def _overlong_buffer_group(prefix: str) -> AliasGroup:
     )
 
 
+def _offload_group(prefix: str, role: str) -> AliasGroup:
+    """Build the translation of what of a role's optimizer is on the host."""
+    whole, options = f"{prefix}.megatron.optimizer_offload", f"{prefix}.optim.override_optimizer_config"
+    always, share, target = (
+        f"{options}.optimizer_cpu_offload",
+        f"{options}.optimizer_offload_fraction",
+        f"{role}.offload_optimizer",
+    )
+
+    def combine(parts: Parts) -> Combined:
+        values = {name: part.value for name, part in parts.items()}
+        is_always = values.get(always) is True and values.get(share) not in (None, 0)  # megatron-core's share is 0
+        if is_always:
+            yield put(parts[always], target, "stream")
+        elif always in parts:
+            yield note(parts[always], f"{share} is not above 0" if parts[always].value else "it is the default")
+        if share in parts:
+            why = "all moments are on the host, and updated on the GPU" if is_always else f"{always} is not true"
+            yield note(parts[share], why)
+        if whole in parts:
+            why = "the moments are always on the host"
+            yield note(parts[whole], why) if is_always else replace(parts[whole], name=target)
+
+    return AliasGroup(
+        (whole, always, share),
+        f"{target}, stream where moments are always on the host",
+        combine,
+        targets={whole: target},
+    )
+
+
 _CLIP_RATIO = f"{_ACTOR}.clip_ratio"
 _ROLES = (("actor_rollout_ref.actor", "actor"), ("critic", "critic"))
 GROUPS: tuple[AliasGroup, ...] = (
@@ -671,6 +702,7 @@ GROUPS: tuple[AliasGroup, ...] = (
         reads=(_SCALE, "algorithm.policy_loss"),
         targets={_AGGREGATION: "algorithm.loss_agg_mode"},
     ),
+    *(_offload_group(prefix, role) for prefix, role in _ROLES),
     AliasGroup((_CLIP_RATIO,), CLIP_SIDES, lambda parts: split_clip(parts[_CLIP_RATIO])),
     _reward_model_group("reward_model.enable", "reward_model.model.path"),
     _reward_model_group("reward.reward_model.enable", "reward.reward_model.model_path"),

@@ -142,8 +142,7 @@ def trainable_names(role: str) -> dict[str, Alias]:
         "shuffle": Only((False,), "there is no shuffling of minibatches"),
         "ppo_micro_batch_size": Ignored(BUDGET),
         **each(
-            "fsdp_config.optimizer_offload fsdp.optimizer_offload megatron.optimizer_offload veomni.optimizer_offload "
-            "engine.optimizer_offload",
+            "fsdp_config.optimizer_offload fsdp.optimizer_offload veomni.optimizer_offload engine.optimizer_offload",
             Renamed(f"{role}.offload_optimizer"),
         ),
         **each("megatron.grad_offload engine.grad_offload", Renamed(f"{role}.offload_gradients")),
@@ -283,7 +282,7 @@ MODEL: dict[str, Alias] = {
     "custom_chat_template": Only((), "there is no chat template but the tokenizer's own"),
     **lora_names("actor"),
     "use_shm": Ignored("weights are read by the ranks that need them"),
-    "enable_activation_offload": Ignored("activations are recomputed instead (actor.recompute_granularity)"),
+    "enable_activation_offload": Ignored("actor.recompute_granularity=offload does it"),
     **each(
         "return_last_hidden_state override_config.attn_implementation use_liger use_fused_kernels use_fused_loss",
         Ignored(FUSED),

@@ -137,6 +137,8 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
         return
     routes = "how many tokens experts of other ranks get depends on the routes, and the host reads it"
     uncaptured: dict[str, tuple[Any, str]] = {"expert_model_parallel_size": (1, routes)}
+    if config.get(f"{section}.recompute_granularity") == "offload":
+        uncaptured["recompute_granularity"] = "full", "copies to memory of the host that differs by microbatch"
     if config.get(f"{section}.pipeline_model_parallel_size") > 1:
         uncaptured["overlap_grad_reduce"] = False, "the reduction during the backward of a pipeline stage"
         if config.get(f"{section}.virtual_pipeline_model_parallel_size") != 1:
@@ -144,8 +146,6 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
     graph, static = f"{section}.step_mode = 'graph'", f"{section}.step_mode=static: the same step without capture"
     for leaf, (value, what) in uncaptured.items():
         config.allow(f"{section}.{leaf}", value, f"is not captured yet ({what}): {graph} cannot take it", static)
-    for leaf in ("offload_gradients", "offload_optimizer"):
-        config.allow(f"{section}.{leaf}", False, f"moves memory that the graphs of {graph} have captured", static)
 
 
 def _check_streaming(config: CheckedConfig, section: str) -> None:

@@ -70,8 +70,8 @@ class LayoutConfig:
     max_tokens_per_microbatch: int = option(
         4096, "Token budget of one forward/backward on one DP rank.", "tokens", ge=1
     )
-    logprob_chunk_tokens: int = option(
-        512, "Tokens whose logits exist at once; log-probs never hold more.", "tokens", ge=1
+    logprob_chunk_tokens: int | None = option(
+        None, "Tokens whose logits exist at once; default: 512, on GPUs up to 8192 by their memory.", "tokens", ge=1
     )
     share_prompts: Literal[True, False, "tree"] = option(
         True, "Compute a group's prompt once per microbatch; tree: also what branches of a rollout share."
@@ -89,8 +89,8 @@ class TrainedConfig(LayoutConfig):
     quantization: Literal["none", "nf4"] = option(
         "none", "nf4 (with lora): the matrices of the layers in four bits (QLoRA); the engine gets them dequantized."
     )
-    recompute_granularity: Literal["none", "selective", "full"] = option(
-        "none", "Activation recomputation: none, core attention only, or whole layers."
+    recompute_granularity: Literal["none", "selective", "full", "offload"] = option(
+        "none", "Recomputation: none, core attention only, whole layers, or these with inputs on the host (offload)."
     )
     optimizer: Literal["adam", "muon"] = option(
         "adam", "AdamW, or Muon for the matrices of the layers and AdamW for the rest."

@@ -46,6 +46,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
+_RECOMPUTE["offload"] = _RECOMPUTE["full"]  # with inputs of layers on the host (`offloaded_inputs.py`)
 # Kernels of apex and Transformer Engine's fused ones; megatron-core switches some on by default.
 _UNFUSED: dict[str, Any] = dict.fromkeys(
     (
@@ -77,7 +78,7 @@ def build_transformer_config(
     """Build the megatron-core configuration of one role's model.
 
     Args:
-        recompute_granularity: "none", "selective" (core attention) or "full" (whole layers).
+        recompute_granularity: "none", "selective" (core attention), "full" or "offload" (whole layers).
     """
     is_interleaved, family, experts = layout.vpp_size > 1, FAMILIES[shape.family], dict[str, Any]()
     if shape.num_experts:

@@ -78,7 +78,7 @@ def describe_choice(job: Job) -> Choice:
         actor.expert_model_parallel_size,
         actor.sequence_parallel,
         actor.recompute_granularity,
-        all(_is_set(job, setting) for setting in _offload_settings(job)),
+        all(bool(_is_set(job, setting)) for setting in _offload_settings(job)),
         job.config.rollout.tensor_model_parallel_size,
     )
 
@@ -214,7 +214,7 @@ def _apply(job: Job, choice: Choice) -> Job:
     sections["rollout"] = {"tensor_model_parallel_size": rollout_tp}
     for setting in _offload_settings(job) if offload else ():
         section, _, leaf = setting.rpartition(".")
-        sections.setdefault(section, {})[leaf] = True
+        sections.setdefault(section, {})[leaf] = _is_set(job, setting) or True  # "stream" stays
     return job.with_config(**sections)
 
 
@@ -225,7 +225,7 @@ def _offload_settings(job: Job) -> list[str]:
     return settings + [f"{role.name}.offload" for role in job.spec.roles.values() if not role.trainable]
 
 
-def _is_set(job: Job, setting: str) -> bool:
+def _is_set(job: Job, setting: str) -> bool | str:
     section, _, leaf = setting.rpartition(".")
     return getattr(job.config.section(section), leaf)
 

@@ -14,8 +14,8 @@ Activations are counted from the tensors that autograd saves, per token of a pac
     experts      k (h + 4 f / tp)                    k experts per token; temporarily up to 5 k h more
     head         h / s + h                           final norm, and the output layer's gathered input
 
-Full recomputation keeps each layer's input, h / s. On CPU, attention keeps a copy of its result. In float32 on a GPU,
-KV heads are repeated to the query heads: another 2 q / tp.
+Full recomputation keeps each layer's input, h / s, on the GPU or (offload) on the host. On CPU, attention keeps a copy
+of its result. In float32 on a GPU, KV heads are repeated to the query heads: another 2 q / tp.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from itertools import chain
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, STREAMED_BYTES, LayoutConfig, TrainedConfig
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.cluster import Job
+from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.engine_weights import count_own_bytes, count_staged_bytes
 from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_bytes, list_chunks
 from megatron_rl.planning.role_layouts import DTYPE_BYTES, build_layout
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_layout import padded_vocab_size
+from megatron_rl.weights.megatron_layout import choose_chunk_tokens, padded_vocab_size
 from megatron_rl.weights.quantization import is_quantized
 from megatron_rl.weights.row_shards import find_shard_places
 
@@ -64,7 +64,7 @@ class RankMemory:
     Attributes:
         kv_cache_bytes: negative if the engine's share is too small for its weights.
         kv_bytes_per_token: on one engine rank.
-        host_bytes: pinned host memory for offloaded state, held for the whole run.
+        host_bytes: pinned host memory for offloaded state and inputs of layers, held for the whole run.
     """
 
     rank: int
@@ -137,7 +137,9 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
         else:
             resting[role.title] = 0 if role.offload else held.total
             host += role.offload * held.total
-    base = {"reserve": job.cluster.reserve_bytes}
+    pools = {role.name: _count_pool(job, rank, role) for role in job.spec.trained}
+    host += sum(_count_host_inputs(job, rank, role) for role in job.spec.trained)
+    base = {"reserve": job.cluster.reserve_bytes, "graphs": sum(pools.values())}
     resident = base | waiting | resting
     phases, cache, per_token = _engine_phases(job, rank, actor, resident)
     # From a step's second minibatch on, all trained roles have their offloaded state on the device.
@@ -151,16 +153,36 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
         phases.append(MemoryPhase(name, at_work | _activations(job, rank, role)))
         if role.trainable:
             update = _activations(job, rank, role, is_update=True)
+            update["graphs"] = base["graphs"] - pools[role.name]
             phases.append(MemoryPhase(f"{role.title} update", updating | update))
     if job.spec.num_scoring_passes or config.trainer.critic_warmup:
         scorers = [role for role in (roles["actor"], roles.get("reference")) if role is not None]
         scoring = max((_activations(job, rank, role) for role in scorers), key=lambda parts: sum(parts.values()))
         phases.append(MemoryPhase("log-probs", resident | {"reference": reference} | scoring))
     update = _activations(job, rank, roles["actor"], is_update=True) | _lesson_bytes(job, rank)
-    update |= {"kept hidden states": _count_kept(job) if trains_mtp else 0}
+    update |= {"kept hidden states": _count_kept(job) if trains_mtp else 0, "graphs": base["graphs"] - pools["actor"]}
     phases.append(MemoryPhase("actor update", updating | update))
     phases = [MemoryPhase(phase.name, {kind: size for kind, size in phase.parts.items() if size}) for phase in phases]
     return RankMemory(rank, phases, cache, per_token, host)
+
+
+def _count_pool(job: Job, rank: int, role: RoleSpec) -> int:
+    """Return bytes that a role's CUDA graphs hold in all phases: the activations of a full microbatch."""
+    if role.training.step_mode != "graph":
+        return 0
+    size, limit = sum(_activations(job, rank, role, is_update=True).values()), role.training.graph_memory_gib
+    return size if limit is None else min(size, int(limit * GIB))
+
+
+def _count_host_inputs(job: Job, rank: int, role: RoleSpec) -> int:
+    """Return bytes of recomputed layers' inputs on the host, of full microbatches in flight."""
+    shape, layout, section = job.shape_of(role), job.layout_of(role), role.training
+    if section.recompute_granularity != "offload" or rank not in layout.ranks:
+        return 0
+    passes = count_passes_in_flight(layout, layout.coordinates(rank).pp, count_microbatches(job, layout, section))
+    kept = passes * shape.num_layers // (layout.pp_size * layout.vpp_size)
+    rows = section.max_tokens_per_microbatch // layout.cp_size // (layout.tp_size if section.sequence_parallel else 1)
+    return kept * rows * shape.hidden_size * DTYPE_BYTES[job.config.model.dtype]
 
 
 def _count_optimizer(section: TrainedConfig, held: RoleBytes) -> int:
@@ -280,9 +302,9 @@ def _engine_phases(
     own += staged
     engine = {"engine weights": own, "engine activations": working, "KV cache": max(cache, 0)}
     # At the start nothing is offloaded yet, and Adam's moments do not exist before the first update.
-    fresh = {"gradients": actor.gradients, "optimizer": actor.main_weights}
+    fresh = {"gradients": actor.gradients, "optimizer": actor.main_weights, "graphs": 0}
     if config.actor.zero_stage == FULLY_SHARDED:  # parameters are the float32 weights; no gradient buffers
-        fresh = {"gradients": 0, "optimizer": 0}
+        fresh |= {"gradients": 0, "optimizer": 0}
     moves, largest = own > 0, _find_largest_matrix(job, rank, job.spec.roles["actor"])
     in_buckets = job.cluster.nodes > 1 or config.actor.lora.rank
     staging = 2 * config.hybrid.bucket_bytes if moves and in_buckets else 0
@@ -342,14 +364,17 @@ def compute_activation_bytes(job: Job, rank: int, role: RoleSpec, is_update: boo
     tokens, pp_rank = config.max_tokens_per_microbatch / layout.cp_size, layout.coordinates(rank).pp
     s = layout.tp_size if config.sequence_parallel else 1
     h, is_last = shape.hidden_size, pp_rank == layout.pp_size - 1
-    is_full = is_update and role.trainable and role.training.recompute_granularity == "full"
+    granularity = role.training.recompute_granularity if is_update and role.trainable else "none"
+    is_full, is_offloaded = granularity in ("full", "offload"), granularity == "offload"
     layer = count_layer_elements(shape, layout, config.sequence_parallel, fused, fused and itemsize == _FLOAT)
     head = (h / s + h) * tokens * itemsize if is_last else 0
     logits = 0
     if is_last and not shape.has_score_head:
         columns = padded_vocab_size(shape.vocab_size, layout.tp_size) // layout.tp_size
         rows = config.max_tokens_per_microbatch // layout.cp_size
-        chunk, hidden = min(config.logprob_chunk_tokens, rows), rows * h * itemsize
+        gpu = job.cluster.memory_bytes if fused else None
+        chunk = config.logprob_chunk_tokens or choose_chunk_tokens(shape.vocab_size, layout.tp_size, gpu)
+        chunk, hidden = min(chunk, rows), rows * h * itemsize
         logits = chunk * columns * 2 * _FLOAT + hidden  # two float32 copies of a chunk's logits
         if is_update:
             logits += chunk * columns * itemsize + hidden  # their gradients
@@ -362,9 +387,10 @@ def compute_activation_bytes(job: Job, rank: int, role: RoleSpec, is_update: boo
     layers = passes * shape.num_layers / (layout.pp_size * layout.vpp_size)
     # megatron-core also keeps a pass's output for the next stage; the last chunk has none.
     sent = passes * (1 - is_last / layout.vpp_size) * h / s
-    stored = layers * (h / s if is_full else layer) + sent
+    stored = layers * (h / s * (not is_offloaded) if is_full else layer) + sent
     # Gradients of one layer's results in its backward; with recomputation also its activations.
     transient = 2 * shape.ffn_hidden_size / layout.tp_size + 2 * h + (layer if is_full else 0)
+    transient += 2 * h / s * is_offloaded  # the input and the output of the layer that runs
     if shape.num_experts:  # peak just after the layer's forward
         transient += shape.experts_per_token * _count_exchanged(layout, 2) * h
     return int(stored * tokens * itemsize + head), int(transient * tokens * itemsize), logits

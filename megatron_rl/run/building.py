@@ -149,6 +149,8 @@ def build_role(
         make: a user's class for the role; `None` for the package's.
         teacher: whose distributions an actor learns.
     """
+    from megatron_rl.planning.role_layouts import find_gpu_memory
+
     return (make or _find_class(inputs.spec))(
         RoleSetup(
             spec=inputs.spec,
@@ -159,6 +161,7 @@ def build_role(
             temperature=config.rollout.temperature,
             total_optimizer_steps=total_optimizer_steps,
             teacher=teacher,
+            memory_bytes=min(gather_objects(find_gpu_memory() or 0, groups.world)) or None,
         )
     )
 

@@ -338,9 +338,9 @@ def check_machine(config: RunConfig, roles: Mapping[str, RoleInputs], engine: st
     try:
         for role in roles.values():
             if role.spec.trainable and role.spec.training.step_mode == "graph":
-                from megatron_rl.training.cuda_graph import check_graph_mode
+                from megatron_rl.training.cuda_graph import check_step_mode
 
-                check_graph_mode(role.spec, role.shape, config.model.dtype)
+                check_step_mode(role.spec, role.shape, config.model.dtype)
         if config.model.transformer_impl == "transformer_engine":
             from megatron_rl.models.attention_kernels import check_transformer_engine
 

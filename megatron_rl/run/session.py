@@ -97,9 +97,9 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
     inputs = read_rl_inputs(config, world_size, parts)
     for role in inputs.spec.trained:
         if role.training.step_mode == "graph":
-            from megatron_rl.training.cuda_graph import check_graph_mode
+            from megatron_rl.training.cuda_graph import check_step_mode
 
-            check_graph_mode(role, inputs.roles[role.name].shape, config.model.dtype)
+            check_step_mode(role, inputs.roles[role.name].shape, config.model.dtype)
     config, chosen = wait_for_debugger(config), [*commits, *chosen]
     return Prepared(config, replace(inputs, notes=[*chosen, *inputs.notes]), recipe, parts, chosen)
 

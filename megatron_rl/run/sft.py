@@ -125,9 +125,9 @@ def train_sft(
     config, commits = localize(config)
     inputs = read_inputs(config, launched_sizes()[0])
     if inputs.actor.spec.training.step_mode == "graph":
-        from megatron_rl.training.cuda_graph import check_graph_mode
+        from megatron_rl.training.cuda_graph import check_step_mode
 
-        check_graph_mode(inputs.actor.spec, inputs.actor.shape, config.model.dtype)
+        check_step_mode(inputs.actor.spec, inputs.actor.shape, config.model.dtype)
     config = wait_for_debugger(config)
     trainer = make(config, inputs, recipe, commits)
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer step replayed from CUDA graphs: one per microbatch shape, and one for the end of the step.
 
-Captured functions access only memory that megatron-core never reallocates: static inputs, weights, gradient buffers,
-Adam's states and a few persistent tensors (KL coefficient, learning rates, `is_sound`). Graphs thus stay valid across
-updates, and a rollout engine that shares the weights sees every update.
+Captured functions access only memory that is never reallocated: static inputs, weights, gradient buffers, Adam's states
+(offloaded ones return to the same addresses: `fixed_memory.py`) and a few persistent tensors (KL coefficient, learning
+rates, `is_sound`). Graphs thus stay valid across updates, and a rollout engine that shares the weights sees them.
 
 New shapes are captured largest first: a smaller graph reuses the memory of a larger one. DDP must be built on the
 capture stream (`PackedModel.stream`), because gradients accumulate there.
@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from itertools import cycle, takewhile
 from typing import Any
 
@@ -41,12 +42,47 @@ from megatron_rl.weights.families import ModelShape
 _WARM_UPS = 3
 _OF_MODES = ("__torch_dispatch__", "__torch_function__")  # frames of dispatch modes, which are not callers
 _GIB = 1 << 30
+_GROUPED_KERNELS = (9, 10)  # major compute capabilities on which torch's `grouped_mm` needs no host sync
 
 _GROUPED_KERNELS = (9, 10)  # major compute capabilities on which torch's `grouped_mm` needs no host sync
 
 Key = tuple[str, Shape, int]  # loss name, shape, and is_last or the pipeline slot
 
 log = logging.getLogger(__name__)
+
+
+def check_step_mode(spec: RoleSpec, shape: ModelShape, dtype: str) -> None:
+    """Reject a step mode that this machine cannot run.
+
+    Raises:
+        UserError: mode graph without CUDA, with experts for which this GPU has no kernel, or with offloading without
+            cuda-python.
+    """
+    if spec.training.step_mode != "graph":
+        return
+    found, expected = "", "a CUDA device"
+    if not torch.cuda.is_available():
+        found = "there is no CUDA device"
+    elif shape.num_experts:
+        major, minor = torch.cuda.get_device_capability()
+        if dtype != "bfloat16" or major not in _GROUPED_KERNELS:
+            found = f"torch multiplies experts in {dtype} one after the other on compute capability {major}.{minor}"
+            expected = "a mixture of experts in bfloat16, on compute capability 9.x or 10.x"
+    if not found and (spec.training.offload_gradients or spec.training.offload_optimizer):
+        try:
+            import_module("cuda.bindings.driver")
+        except ImportError as error:
+            found, expected = (
+                f"offloaded memory cannot return to its addresses: {error}",
+                "cuda-python, or no offloading",
+            )
+    if found:
+        raise UserError(
+            f"{spec.section}.step_mode = graph, but {found}",
+            source=f"{spec.section}.step_mode",
+            expected=expected,
+            hint=f"set {spec.section}.step_mode=static: the same step without capture",
+        )
 
 
 @dataclass
@@ -132,6 +168,9 @@ class GraphStep(StaticStep):
         if self._finish is None:
             self.optimizer.is_sound.fill_(False)  # Adam allocates its states and changes no weight
             self._warm_up(self.optimizer.finish)
+            if self.optimizer.offloads:  # states return to the addresses that they keep
+                self.optimizer.release()
+                self.optimizer.restore()
             self._finish = self._record(self.optimizer.finish, "the end of the optimizer step")
 
     def _list_needed(self, minibatch: TrainBatch, loss: StepLoss) -> dict[Key, TrainBatch]:
@@ -345,27 +384,4 @@ class StageGraphStep(GraphStep):
             self._record(backward, f"the backward of {name}", slot),
             received,
             gradient,
-        )
-
-
-def check_graph_mode(spec: RoleSpec, shape: ModelShape, dtype: str) -> None:
-    """Reject `step_mode` graph on a machine that cannot run it.
-
-    Raises:
-        UserError: mode graph without CUDA, or with experts for which this GPU has no kernel.
-    """
-    found, expected = "", "a CUDA device"
-    if not torch.cuda.is_available():
-        found = "there is no CUDA device"
-    elif shape.num_experts:
-        major, minor = torch.cuda.get_device_capability()
-        if dtype != "bfloat16" or major not in _GROUPED_KERNELS:
-            found = f"torch multiplies experts in {dtype} one after the other on compute capability {major}.{minor}"
-            expected = "a mixture of experts in bfloat16, on compute capability 9.x or 10.x"
-    if found:
-        raise UserError(
-            f"{spec.section}.step_mode = graph, but {found}",
-            source=f"{spec.section}.step_mode",
-            expected=expected,
-            hint=f"set {spec.section}.step_mode=static: the same step without capture",
         )

@@ -50,6 +50,7 @@ class Optimizer:
     Attributes:
         adams: torch optimizers of dense and of expert parameters.
         kind: "adam" or "muon".
+        offloads: whether `release` moves gradients or states.
         is_sound: 0-d device bool; `finish` changes weights only if it is true.
         has_gradients: whether the gradient buffers hold gradients of a step to come.
         steps: completed optimizer steps.
@@ -61,6 +62,7 @@ class Optimizer:
         self._collection, self._device = model.groups.collection, model.device
         self._offloads_gradients, self._offloads_states = config.offload_gradients, bool(config.offload_optimizer)
         self._streams = config.offload_optimizer == "stream"
+        self.offloads = self._offloads_gradients or self._offloads_states
         self.megatron = _build_optimizer(model, config)
         self.scheduler = _build_scheduler(self.megatron, config, total_steps)
         self.steps, self.has_gradients = 0, False
@@ -79,6 +81,12 @@ class Optimizer:
             trained: Any = model.trained
             self._muon = Muon(trained, self._ddp, list_state_shards(model.stages, self.megatron))
         self._host_memory = HostMemory(self._device)
+        self._buffers: list[Any] = [b for x in self._ddp for b in (*x.buffers, *x.expert_parallel_buffers)]
+        if model.stream is not None and self.offloads:  # graphs capture addresses
+            from megatron_rl.training.fixed_memory import FixedGradients, FixedStates
+
+            self._host_memory = FixedStates(self._device)
+            self._buffers = [FixedGradients(buffer) for buffer in self._buffers if self._offloads_gradients]
         self._is_released = False
         self._learning_rates = [
             torch.zeros((), dtype=torch.float32, device=self._device) for _ in self.megatron.param_groups
@@ -99,15 +107,11 @@ class Optimizer:
         self.scheduler.num_steps = schedule["num_steps"]
         self.scheduler.step(0)  # recomputes the learning rate by the present config
 
-    def _list_buffers(self) -> list[Any]:
-        modules = self._ddp if self._offloads_gradients and not self.has_gradients else ()
-        return [buffer for module in modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
-
     def release(self) -> None:
         """Free the memory of used gradients and offload Adam's states, as configured, until `restore`."""
         if self._offloads_gradients and not self._ddp and not self.has_gradients:
             self.megatron.zero_grad()
-        for buffer in self._list_buffers():
+        for buffer in self._buffers if self._offloads_gradients and not self.has_gradients else ():
             buffer.offload_to_cpu(move_params=False, move_grads=True)
         if self._offloads_states and not self._is_released:
             states = self._list_states()
@@ -122,7 +126,7 @@ class Optimizer:
         """Undo `release`; does nothing if nothing is released."""
         if not self._is_released:
             return
-        for buffer in self._list_buffers():
+        for buffer in self._buffers if self._offloads_gradients and not self.has_gradients else ():
             buffer.reload_from_cpu(move_params=False, move_grads=True)
         if self._offloads_states:
             states = self._list_states()
@@ -297,10 +301,7 @@ def _use_fused_adam(part: MegatronOptimizer, kind: type[torch.optim.AdamW], *, i
 
 
 def _make_fused_adam(
-    groups: Sequence[Mapping[str, Any]],
-    kind: type[torch.optim.AdamW] = torch.optim.AdamW,
-    *,
-    is_capturable: bool = False,
+    groups: Sequence[Mapping[str, Any]], kind: type[torch.optim.AdamW], *, is_capturable: bool = False
 ) -> torch.optim.AdamW:
     # The constructor would reject the groups' parameter shards, so they are set afterwards.
     adam = kind([torch.zeros(1)], lr=0.0, fused=True, capturable=is_capturable)

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from megatron_rl.transfer.computed import SourceParams
 
 
-_ALIGNMENT = 512
+def align(tensor: torch.Tensor) -> int:
+    """Return a tensor's bytes, rounded up to the alignment of tensors in one block."""
+    return -(-tensor.nbytes // 512) * 512
 
 
 class HostMemory:
@@ -52,7 +54,7 @@ class HostMemory:
 
     def store(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors to the host; the copies are complete on return and valid until the next call."""
-        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        sizes = [align(tensor) for tensor in tensors]
         size, is_gpu = sum(sizes), self._device.type == "cuda"
         if size > len(self._block):
             if is_gpu and len(self._block):
@@ -121,6 +123,10 @@ class PackedModel(LaidOutModel):
             self.stages = build_sharded(build, groups, self.config.params_dtype, is_trained=spec.trainable)
         else:
             self.stages = build()
+        if spec.trainable and spec.training.recompute_granularity == "offload":
+            from megatron_rl.models.offloaded_inputs import InputStore
+
+            InputStore(shape.hidden_size, self.count_rows(spec.training.max_tokens_per_microbatch)).watch(self.stages)
         self.device = next(self.stages.parameters()).device
         self._fill(spec, setup.seed)
         self.routing: Routing | None = None

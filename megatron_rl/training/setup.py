@@ -15,7 +15,7 @@ from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.microbatches import compute_attention_ratio
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_layout import find_shard_key, megatron_placements
+from megatron_rl.weights.megatron_layout import choose_chunk_tokens, find_shard_key, megatron_placements
 from megatron_rl.weights.model_config import find_adapters
 from megatron_rl.weights.placement_tables import PlacementTable
 
@@ -49,6 +49,7 @@ class RoleSetup:
         temperature: divisor of a language model's logits.
         total_optimizer_steps: length of the learning-rate schedule.
         teacher: `None` unless the actor learns from a teacher's distributions.
+        memory_bytes: of the role's smallest GPU; `None` without GPUs.
     """
 
     spec: RoleSpec
@@ -59,6 +60,13 @@ class RoleSetup:
     temperature: float = 1.0
     total_optimizer_steps: int = 0
     teacher: LearnedTeacher | None = None
+    memory_bytes: int | None = None
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose logits exist at once."""
+        given, tp_size = self.spec.settings.logprob_chunk_tokens, self.groups.layout.tp_size
+        return given or choose_chunk_tokens(self.shape.vocab_size, tp_size, self.memory_bytes)
 
 
 _NUM_SEQUENCES = 64  # per microbatch of a fixed shape; more take a buffer of twice, four times the size

@@ -28,7 +28,7 @@ class StreamedAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # no closure
-        """Update all parameters in chunks; the moments are complete on the host on return."""
+        """Update all parameters in chunks; the moments are complete on the host when the stream is."""
         assert closure is None
         all_params = [group["params"] for group in self.param_groups]
         self._claim_states([p for params in all_params for p in params])
@@ -49,8 +49,6 @@ class StreamedAdam(torch.optim.AdamW):
         finally:
             for group, whole in zip(self.param_groups, all_params, strict=True):
                 group["params"] = whole
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
 
     def _claim_states(self, params: Sequence[torch.Tensor]) -> None:
         """Move moments that are new or were loaded from a checkpoint to this optimizer's pinned memory."""

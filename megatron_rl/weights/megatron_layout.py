@@ -45,6 +45,15 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def choose_chunk_tokens(vocab_size: int, tp_size: int, memory_bytes: int | None) -> int:
+    """Return how many tokens' logits exist at once by default: 512 without a GPU, else a power of two up to 8192.
+
+    Two float32 copies and a gradient take at most a 40th of the GPU's memory, unless 512 tokens take more.
+    """
+    fitting = 0 if memory_bytes is None else memory_bytes // (480 * padded_vocab_size(vocab_size, tp_size) // tp_size)
+    return min(max(512, 1 << fitting.bit_length() >> 1), 8192)
+
+
 def stage_layers(num_layers: int, pp_size: int, vpp_size: int, pp_rank: int, chunk: int) -> range:
     """Return the global layer numbers of a model chunk (Megatron's interleaved assignment)."""
     per_chunk = num_layers // (pp_size * vpp_size)

@@ -766,3 +766,24 @@ def test_names_of_other_projects_are_imported_for_them_only() -> None:
     assert all(_is_ours(Setting(name, value, "here", 0), fields) for name, value in own.items())
     foreign = {"trainer.n_gpus_per_node": 8, "model.path": "~/x", "data.train_files": ["~/a"], "trainer.run_dir": "???"}
     assert not any(_is_ours(Setting(name, value, "here", 0), fields) for name, value in foreign.items())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "noted"),
+    [
+        (("megatron.optimizer_offload=true",), True, 0),
+        (
+            ("optimizer_cpu_offload=true", "optimizer_offload_fraction=1", "megatron.optimizer_offload=true"),
+            "stream",
+            2,
+        ),
+        (("optimizer_cpu_offload=true", "optimizer_offload_fraction=0.5"), "stream", 1),
+        (("optimizer_cpu_offload=true", "megatron.optimizer_offload=true"), True, 1),  # a share of 0 is the default
+        (("optimizer_offload_fraction=1", "use_precision_aware_optimizer=true"), False, 2),
+    ],
+)
+def test_moments_that_are_always_on_the_host(given: tuple[str, ...], expected: Any, noted: int) -> None:
+    options = f"{ACTOR}.optim.override_optimizer_config"
+    loaded = load_config(None, [*MINIMAL, *(f"{ACTOR if '.' in x.split('=')[0] else options}.{x}" for x in given)])
+    assert loaded.config.actor.offload_optimizer == expected
+    assert sum("offload" in line or "precision" in line for line in loaded.notes) == noted

@@ -35,7 +35,7 @@ actor:
   min_lr: 1                              # is above any rate, but actor.lr is not known
   lr_decay_style: linear
   step_mode: graph
-  offload_optimizer: true                # 5
+  recompute_granularity: offload         # 5
 rollout:
   n: 0                                   # 6
   top_p: 1.5                             # 7

@@ -33,6 +33,7 @@ from step_runs import Setup, build_ragged_batch, build_role, compare_modes, find
 from tiny_models import save_tiny_model
 
 FULL, SHARED = dict(recompute_granularity="full"), dict(share_prompts=True)
+OFFLOAD = dict(offload_gradients=True, offload_optimizer=True)
 SETUPS = {
     "float32": Setup(),
     "bfloat16": Setup(dtype="bfloat16"),
@@ -40,6 +41,8 @@ SETUPS = {
     "shared-prompts": Setup(dtype="bfloat16", config=SHARED),
     "critic": Setup("critic", dtype="bfloat16"),
     "float32-shared-prompts": Setup(config=SHARED),
+    "offload": Setup(dtype="bfloat16", config=OFFLOAD),
+    "stream": Setup(dtype="bfloat16", config=OFFLOAD | dict(offload_optimizer="stream")),
 }
 
 

@@ -110,3 +110,14 @@ def test_what_the_run_refuses_is_no_plan(overrides: tuple[str, ...], message: st
         return
     with pytest.raises(UserError, match=message):
         check_job(job)
+
+
+def test_moments_that_are_streamed_stay_so_in_every_candidate() -> None:
+    """The candidate with the job's own layout has the memory of the job."""
+    layout = ("actor.tensor_model_parallel_size=2", "actor.sequence_parallel=true")
+    options = ("actor.offload_gradients=true", "actor.offload_optimizer=stream", "reference.offload=true")
+    job = make_job(published_shape("Qwen2.5-7B-Instruct"), *layout, *options)
+    found = candidates(job)
+    assert {c.job.config.actor.offload_optimizer for c in found} == {"stream"}
+    [own] = [c for c in found if not c.choice.overrides(job)]
+    assert own.worst_phase == max((rank.peak for rank in compute_memory(job)), key=lambda peak: peak.total)

@@ -18,10 +18,10 @@ from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.engine_weights import compute_engine_bytes, count_aliased_elements
 from megatron_rl.planning.memory import MemoryPhase, compute_memory, count_microbatches, count_passes_in_flight
 from megatron_rl.planning.parameters import compute_role_bytes
-from megatron_rl.weights.megatron_layout import megatron_placements
+from megatron_rl.weights.megatron_layout import choose_chunk_tokens, megatron_placements
 from megatron_rl.weights.rollout_layout import vllm_placements
 from megatron_rl.weights.shard_box import find_aliases
-from planning_jobs import PREFIXED, make_job, small_shape
+from planning_jobs import PREFIXED, make_job, published_shape, small_shape
 from tools.planning.switch import plan_switch
 
 RECOMPUTE = "algorithm.old_logprobs=recompute"
@@ -255,3 +255,60 @@ def test_roles_on_ranks_of_their_own_take_memory_there_only() -> None:
     assert "weights" not in parts[4]["critic update"] and "activations" in parts[4]["log-probs"]
     assert set(parts[6]["rollout"]) == {"engine weights", "engine activations", "KV cache"}
     assert found[4].kv_cache_bytes == 0 < found[6].kv_cache_bytes == found[7].kv_cache_bytes
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "tp_size", "gib", "tokens"),
+    [
+        (151936, 1, None, 512),  # no GPU
+        (151936, 1, 24, 512),  # more than a 40th
+        (151936, 1, 80, 1024),
+        (151936, 2, 80, 2048),
+        (151936, 4, 80, 4096),
+        (151936, 8, 141, 8192),
+        (32000, 8, 80, 8192),
+    ],
+)
+def test_tokens_whose_logits_exist_at_once(vocab_size: int, tp_size: int, gib: int | None, tokens: int) -> None:
+    """A power of two whose logits, two float32 copies and a gradient, take at most a 40th of a GPU."""
+    memory = None if gib is None else gib * GIB
+    assert choose_chunk_tokens(vocab_size, tp_size, memory) == tokens
+    if memory is not None and tokens > 512:
+        assert tokens * vocab_size / tp_size * 12 <= memory / 40 or tokens == 8192
+
+
+def test_the_plan_has_the_chunks_of_the_run() -> None:
+    chosen, given = (
+        phases(make_job(published_shape("Qwen2.5-7B-Instruct"), *overrides))["actor update"].parts["logits"]
+        for overrides in ((), ("actor.logprob_chunk_tokens=1024",))
+    )
+    assert chosen == given
+
+
+def test_inputs_of_layers_on_the_host() -> None:
+    """Per layer a full microbatch of hidden states in bfloat16; the GPU, fullest at the logits, has none of them."""
+    full, offload = (
+        compute_memory(make_job(small_shape(), f"actor.recompute_granularity={kind}", gpus_per_node=1))[0]
+        for kind in ("full", "offload")
+    )
+    moved = small_shape().num_layers * 4096 * small_shape().hidden_size * 2
+    assert offload.host_bytes - full.host_bytes == moved
+    update = [next(p for p in rank.phases if p.name == "actor update").parts for rank in (full, offload)]
+    assert update[0]["activations"] - update[1]["activations"] == moved
+
+
+def test_graphs_hold_the_activations_of_an_update_in_every_later_phase() -> None:
+    eager, graph = (
+        phases(make_job(small_shape(), RECOMPUTE, f"actor.step_mode={mode}")) for mode in ("eager", "graph")
+    )
+    update = eager["actor update"].parts
+    pool = update["activations"] + update["logits"]
+    assert {name: graph[name].total - phase.total for name, phase in eager.items()} == {
+        "engine start": 0,
+        "switch": pool,
+        "rollout": pool,
+        "log-probs": pool,
+        "actor update": 0,
+    }
+    bounded = phases(make_job(small_shape(), RECOMPUTE, "actor.step_mode=graph", "actor.graph_memory_gib=0.001"))
+    assert bounded["rollout"].parts["graphs"] == int(0.001 * GIB) < pool

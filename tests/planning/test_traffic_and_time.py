@@ -15,6 +15,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.planning.parameters import compute_role_bytes, list_chunks
+from megatron_rl.weights.families import ModelShape
 from planning_jobs import PREFIXED, make_job, published_shape, small_shape
 from tools.planning.communication import (
     ACROSS,
@@ -43,6 +44,22 @@ def traffic(job: Job, stage: int = 0) -> dict[str, Traffic]:
 def test_workload() -> None:
     work = build_workload(make_job(small_shape(), "actor.ppo_mini_batch_size=16", "actor.ppo_epochs=2"), ASSUMED)
     assert work.tokens == TOKENS and work.optimizer_steps == 8 and work.passes == 2
+
+
+def test_small_microbatches_wait_for_the_host_except_in_graphs() -> None:
+    """Eight layers of 4 ms for each microbatch; full recomputation adds a third, and large layers hide it."""
+
+    def update(*overrides: str, shape: ModelShape | None = None) -> float:
+        job = make_job(shape or small_shape(), "actor.max_tokens_per_microbatch=4096", *overrides, gpus_per_node=1)
+        work, memory = build_workload(job, ASSUMED), compute_memory(job)
+        return predict_step(job, work, [], memory, 0.0, ASSUMED).phases["actor update"]
+
+    host = TOKENS / 4096 * LAYERS * 0.004
+    assert update() == update("actor.step_mode=static") == pytest.approx(host)
+    assert update("actor.recompute_granularity=full") == pytest.approx(host * 4 / 3)
+    assert update("actor.step_mode=graph") < host / 10
+    large = published_shape("Qwen2.5-7B-Instruct")
+    assert update(shape=large) == update("actor.step_mode=graph", shape=large)
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -238,8 +255,8 @@ def test_seconds_follow_operations_and_memory() -> None:
     def predict(*settings: str, **cluster: float) -> dict[str, float]:
         shape = published_shape("Qwen2.5-7B-Instruct")
         job = make_job(shape, "actor.tensor_model_parallel_size=4", *settings, **cluster)
-        work = build_workload(job, ASSUMED)
-        return predict_step(job, work, [], compute_memory(job), 0.0, ASSUMED).phases
+        work, assumed = build_workload(job, ASSUMED), replace(ASSUMED, layer_overhead=0.0)
+        return predict_step(job, work, [], compute_memory(job), 0.0, assumed).phases
 
     usual, fast, wide = predict(), predict(flops=2 * 990e12), predict(memory_bandwidth=2 * 3.35e12)
     assert fast["actor update"] == pytest.approx(usual["actor update"] / 2)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -27,6 +27,7 @@ load_guard()
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tools.rehearsal import fake_cuda
 
@@ -42,13 +43,15 @@ from megatron_rl.engines.servers import served
 from megatron_rl.engines.servers.server_apis import SglangServer, VllmServer
 from megatron_rl.engines.vllm.vllm_settings import fit_to_device
 from megatron_rl.models import attention_backends, attention_kernels
+from megatron_rl.models.offloaded_inputs import InputStore
 from megatron_rl.observability.timers import StepProfiler
 from megatron_rl.parallel.collectives import Process, current_device, init_distributed, memory_in_use
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.planning.cluster import find_cluster
 from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.run.loading import load_config
-from megatron_rl.training.cuda_graph import check_graph_mode
+from megatron_rl.training import fixed_memory
+from megatron_rl.training.cuda_graph import check_step_mode
 from megatron_rl.training.fast_path import find_fast_paths
 from megatron_rl.training.policy_engine import PolicyEngine
 from megatron_rl.transfer import transports
@@ -199,9 +202,46 @@ def captured_experts() -> list[str]:
     found = []
     for capability, dtype in (((9, 0), "bfloat16"), ((10, 0), "bfloat16"), ((9, 0), "float32"), ((8, 0), "bfloat16")):
         with patch.object(torch.cuda, "get_device_capability", lambda capability=capability: capability):
-            refused = _refusal(lambda dtype=dtype: check_graph_mode(spec, cast(Any, shape), dtype))
+            refused = _refusal(lambda dtype=dtype: check_step_mode(spec, cast(Any, shape), dtype))
             found.append(refused.removeprefix("actor.step_mode = graph, but "))
     return found
+
+
+def fixed_memory_calls() -> list[str]:
+    """Driver calls of memory that is given back and taken again; the second time it lacks memory at first."""
+    calls, driver = list[str](), MagicMock()
+    driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY = "success", "out of memory"
+
+    def add(name: str) -> None:
+        def call(*values: Any) -> tuple[str, int]:
+            calls.append(name)
+            is_full = name == "cuMemCreate" and calls.count(name) == 2
+            return "out of memory" if is_full else "success", 2 << 20
+
+        setattr(driver, name, call)
+
+    for name in ("GetAllocationGranularity", "AddressReserve", "Create", "Map", "SetAccess", "Unmap", "Release"):
+        add(f"cuMem{name}")
+    with (
+        patch.object(fixed_memory, "import_module", lambda name: driver),
+        patch.object(torch, "as_tensor", lambda array, device: array.__cuda_array_interface__),
+        patch.object(torch.cuda, "synchronize", lambda: calls.append("synchronize")),
+        patch.object(torch.cuda, "empty_cache", lambda: calls.append("empty_cache")),
+    ):
+        memory = fixed_memory.FixedMemory(5, CUDA)
+        for work in (memory.map, memory.unmap, memory.unmap, memory.map):
+            work()
+    assert cast(Any, memory.block)["data"] == (2 << 20, False)
+    return calls
+
+
+def stored_input() -> list[Any]:
+    """Bytes that are page-locked for a layer's input on a GPU, and the device that it returns to."""
+    fake_cuda.PINNED.clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        store = InputStore(hidden_size=4, rows=8)
+        loaded = store._unpack(store._pack(torch.empty(2, 1, 4, device=CUDA)))
+    return [*fake_cuda.PINNED.values(), str(loaded.device)]
 
 
 PARTS: dict[str, Callable[[], Any]] = {
@@ -216,6 +256,8 @@ PARTS: dict[str, Callable[[], Any]] = {
     "kernels": kernels,
     "servers": servers,
     "captured experts": captured_experts,
+    "fixed memory": fixed_memory_calls,
+    "stored input": stored_input,
     "bitwise": lambda: _refusal(lambda: check_bitwise(SHAPE, 1, "vllm")),
     "capsule": lambda: replaying.is_same_layout(
         SimpleNamespace(manifest={"world_size": 1, "device": "cpu"}),  # type: ignore[arg-type]

@@ -62,6 +62,14 @@ EXPECTED: dict[str, Any] = {
         "torch multiplies experts in float32 one after the other on compute capability 9.0",
         "torch multiplies experts in bfloat16 one after the other on compute capability 8.0",
     ],
+    "fixed memory": [
+        "cuMemGetAllocationGranularity",
+        "cuMemAddressReserve",
+        *("cuMemCreate", "cuMemMap", "cuMemSetAccess"),
+        *("synchronize", "cuMemUnmap", "cuMemRelease"),
+        *("cuMemCreate", "empty_cache", "cuMemCreate", "cuMemMap", "cuMemSetAccess"),
+    ],
+    "stored input": [128, "cuda:0"],  # eight rows of four float32 numbers
     "bitwise": "rollout.bitwise on a GPU: the kernels of vLLM and of the trainer add up in different orders there",
     "capsule": False,
 }

@@ -25,9 +25,9 @@ from distributed import run_ranks
 from megatron_rl.parallel.groups import build_groups, list_gather_buffers
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training import packed_model
+from megatron_rl.training import fixed_memory, packed_model
 from megatron_rl.types import UserError
-from step_runs import Setup, build_ragged_batch, build_role, compare_modes
+from step_runs import Setup, build_ragged_batch, build_role, compare_modes, gradients, take_steps
 from tiny_models import save_tiny_model
 from tools.rehearsal.recorder import CaptureError, RecordedGraph, recorded_graphs
 
@@ -35,12 +35,18 @@ SP, FULL, SHARED = dict(sequence_parallel=True), dict(recompute_granularity="ful
 EARLY = dict(overlap_grad_reduce=True)
 LITTLE = dict(graph_memory_gib=1e-6)  # shapes that come later run uncaptured
 LADDER = dict(bucket_tokens=[32, 48, 64])
+OFFLOAD = dict(offload_gradients=True, offload_optimizer=True)
+STREAM = dict(offload_gradients=True, offload_optimizer="stream")
 SETUPS: dict[int, dict[str, Setup]] = {
     1: {
         "plain": Setup(config=LADDER),
         "full": Setup(config=LADDER | FULL),
         "shared-prompts": Setup(config=LADDER | SHARED),
         "critic": Setup("critic", config=LADDER),
+        "offload": Setup(dtype="bfloat16", config=LADDER | OFFLOAD),
+        "stream": Setup(config=LADDER | STREAM),
+        "stream-bfloat16": Setup(dtype="bfloat16", config=LADDER | STREAM),
+        "critic-offload": Setup("critic", config=LADDER | OFFLOAD),
         "critic-full": Setup("critic", config=LADDER | FULL),
     },
     2: {
@@ -49,6 +55,10 @@ SETUPS: dict[int, dict[str, Setup]] = {
         "cp2": Setup(sizes=dict(cp_size=2), config=LADDER),
         "cp2-full": Setup(sizes=dict(cp_size=2), config=LADDER | FULL),
         "dp2": Setup(config=LADDER),
+        "dp2-offload": Setup(config=LADDER | OFFLOAD),
+        "dp2-stream-bfloat16": Setup(dtype="bfloat16", config=LADDER | STREAM),
+        "dp2-muon-offload": Setup(config=LADDER | OFFLOAD | dict(optimizer="muon")),
+        "pp2-offload": Setup(sizes=dict(pp_size=2), dtype="bfloat16", config=LADDER | OFFLOAD),
         "pp2": Setup(sizes=dict(pp_size=2), config=LADDER),
         "pp2-full-shared-prompts": Setup(sizes=dict(pp_size=2), config=LADDER | FULL | SHARED),
         "dp2-replicated": Setup(config=LADDER | dict(zero_stage=0)),
@@ -71,6 +81,7 @@ LONG = {
     *("plain", "critic-full", "tp2", "cp2", "dp2", "pp2", "cp2-full", "dp2-replicated", "dp2-overlap-replicated-full"),
     *("critic-tp2", "critic-tp2-sp-full", "critic-cp2", "critic-cp2-full", "critic-dp2", "critic-pp2"),
     *("critic-pp2-full", "critic-cp2-overlap", "dp2-overlap-little-memory", "pp2-little-memory"),
+    *("stream", "critic-offload"),
 }
 
 
@@ -106,6 +117,29 @@ def test_replay_equals_eager_on_one_rank(path: Path) -> None:
 @pytest.mark.parametrize("world_size", SETUPS)
 def test_replay_equals_eager_for_twenty_steps_in_every_layout(world_size: int, path: Path) -> None:
     assert_replay_equals_eager(world_size, SETUPS[world_size], path, 20)
+
+
+def _visit_rollouts(rank: int, world_size: int, path: Path) -> tuple[bool, list[int], list[str]]:
+    """Return whether addresses stay, released values that are not 0, and the differences if states move instead."""
+    groups = build_groups(ParallelLayout(world_size))
+    with recorded_graphs():
+        actor = build_role(Setup(config=LADDER | OFFLOAD), path, groups, "graph")
+        seen, left = [], []
+        for step in range(3):
+            actor.optimizer.release()
+            left += [int(gradient.count_nonzero()) for gradient in gradients(actor.model)]
+            batch = build_ragged_batch(actor.model, actor.model.buckets, step, shares_prompts=False)
+            take_steps(actor, batch, step)
+            states = [x for adam in actor.optimizer.adams for s in adam.state.values() for x in s.values()]
+            seen.append([x.data_ptr() for x in (*gradients(actor.model), *states)])
+        with patch.object(fixed_memory, "FixedStates", packed_model.HostMemory):
+            moved = compare_modes(Setup(config=LADDER | OFFLOAD), path, world_size, 3, "graph")
+    return seen[0] == seen[1] == seen[2], left, sum(moved["differences"].values(), [])
+
+
+def test_offloaded_memory_returns_to_the_captured_addresses(path: Path) -> None:
+    [(stays, left, differences)] = run_ranks(_visit_rollouts, 1, path)
+    assert stays and left and not any(left) and "states" in differences
 
 
 def _free_what_is_gathered_into(rank: int, world_size: int, path: Path) -> list[bool]:

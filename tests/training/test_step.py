@@ -22,7 +22,7 @@ from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.cuda_graph import check_graph_mode
+from megatron_rl.training.cuda_graph import check_step_mode
 from megatron_rl.training.optimizer import StepLoss
 from megatron_rl.training.static_step import StaticInputs, describe_shape, find_shape
 from megatron_rl.types import UserError
@@ -189,7 +189,7 @@ def _check() -> None:
     """Check that this machine captures graphs; tests/rehearsal/test_gpu_paths.py covers GPUs with experts."""
     config = ActorConfig(step_mode="graph")
     spec = RoleSpec(name="actor", path="-", section="actor", settings=config, head="logprob", trainable=True)
-    check_graph_mode(spec, make_shape("qwen2"), "bfloat16")
+    check_step_mode(spec, make_shape("qwen2"), "bfloat16")
 
 
 def test_graph_without_cuda_says_to_use_static() -> None:

@@ -27,6 +27,7 @@ from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
 
 WITHIN, ACROSS = "within node", "across nodes"
+_WHOLE_LAYERS = ("full", "offload")  # recomputed ones
 _FLOAT = 4
 
 
@@ -108,7 +109,8 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     trainings = work.passes if role.trainable else 0
     # Full recomputation adds a forward. Sequence parallelism gathers inputs again for the gradients of weights,
     # unless adapters freeze the model.
-    rounds = forwards + trainings * (2 + (role.trainable and role.training.recompute_granularity == "full"))
+    is_recomputed = role.trainable and role.training.recompute_granularity in _WHOLE_LAYERS
+    rounds = forwards + trainings * (2 + is_recomputed)
     chunks = (stage_layers(shape.num_layers, pp, layout.vpp_size, pp_rank, chunk) for chunk in range(layout.vpp_size))
     layers, mixtures = shape.num_layers / pp, sum(shape.has_experts(number) for chunk in chunks for number in chunk)
     hidden = tokens * shape.hidden_size * itemsize
@@ -213,6 +215,7 @@ class Assumptions:
         link_efficiency: share of link bandwidth in collectives.
         mean_response, mean_prompt: mean length over the maximum length.
         decode_overhead, request_overhead: host seconds per decoding pass, and per running response of a pass.
+        layer_overhead: host seconds per layer and microbatch of an update that is not replayed from CUDA graphs.
     """
 
     mfu: float = 0.4
@@ -222,13 +225,15 @@ class Assumptions:
     mean_prompt: float = 0.5
     decode_overhead: float = 0.004
     request_overhead: float = 40e-6
+    layer_overhead: float = 0.004
 
     def describe(self) -> str:
         """Return the assumptions as a sentence for the report."""
         return (
             f"{self.mfu:.0%} of peak operations; {self.bandwidth_efficiency:.0%} of memory bandwidth, with "
             f"{self.decode_overhead * 1e3:g} ms per decoding pass and {self.request_overhead * 1e6:g} us per response "
-            f"in it; {self.link_efficiency:.0%} of link bandwidth; "
+            f"in it; updates without CUDA graphs launch a layer of a microbatch in {self.layer_overhead * 1e3:g} ms; "
+            f"{self.link_efficiency:.0%} of link bandwidth; "
             f"responses of {self.mean_response:.0%} and prompts of {self.mean_prompt:.0%} of the longest"
         )
 
@@ -293,8 +298,9 @@ def predict_step(
 
     def train(role: RoleSpec) -> float:
         """Return seconds of a role's updates; a frozen model skips weight gradients, half of a backward pass."""
-        passes = (2 if role.training.lora.rank else 3) + (role.training.recompute_granularity == "full")
-        return compute(role, work.passes * passes)
+        passes = (2 if role.training.lora.rank else 3) + (role.training.recompute_granularity in _WHOLE_LAYERS)
+        least, moved = _find_host_seconds(job, work, role, passes, assumed)
+        return max(compute(role, work.passes * passes), least) + moved
 
     roles, actor = job.spec.roles, job.config.actor
     mtp = 0.0  # the MTP layer, which the last stage trains while all other stages wait
@@ -324,6 +330,24 @@ def predict_step(
     return StepTime(phases, compute_bubble(work, job.layout, actor), overlap)
 
 
+def _find_host_seconds(
+    job: Job, work: Workload, role: RoleSpec, passes: int, assumed: Assumptions
+) -> tuple[float, float]:
+    """Return the host's seconds to launch a role's updates, and those of copies of layers' inputs."""
+    section, layout, shape = role.training, job.layout_of(role), job.shape_of(role)
+    layers, least, moved = shape.num_layers / layout.pp_size, 0.0, 0.0
+    if section.step_mode != "graph":
+        microbatches = work.optimizer_steps * count_step_microbatches(work, layout, section)
+        least = (
+            microbatches * layers * assumed.layer_overhead * passes / 3 * (1 + compute_bubble(work, layout, section))
+        )
+    if section.recompute_granularity == "offload":  # to the host and back, between kernels
+        split = layout.cp_size * (layout.tp_size if section.sequence_parallel else 1)
+        rows = work.tokens * work.passes / layout.dp_size / split
+        moved = 2 * layers * rows * shape.hidden_size * DTYPE_BYTES[job.config.model.dtype] / job.cluster.host_bandwidth
+    return least, moved
+
+
 def predict_seconds(assumed: Assumptions, job: Job, memory: list[RankMemory]) -> float:
     """Predict the seconds of a step with its switch; see `predict_step`."""
     # The slowest TP or PP link carries the engine weights outside of the actor's storage.
@@ -343,9 +367,13 @@ def _find_overlap(job: Job, seconds: dict[str, float]) -> float:
 
 def compute_bubble(work: Workload, layout: ParallelLayout, section: LayoutConfig) -> float:
     """Return a pipeline's idle time over its working time, (pp - 1) / (vpp m) with m microbatches."""
+    return (layout.pp_size - 1) / (layout.vpp_size * count_step_microbatches(work, layout, section))
+
+
+def count_step_microbatches(work: Workload, layout: ParallelLayout, section: LayoutConfig) -> float:
+    """Return the microbatches per optimizer step and rank."""
     per_step = work.tokens * work.passes / work.optimizer_steps / layout.dp_size
-    microbatches = max(1, -(-per_step // section.max_tokens_per_microbatch))
-    return (layout.pp_size - 1) / (layout.vpp_size * microbatches)
+    return max(1, -(-per_step // section.max_tokens_per_microbatch))
 
 
 def count_operations(shape: ModelShape, length: float, stages: int = 1) -> float:

@@ -11,6 +11,7 @@ replayed directly after it. Collectives are replayed. Not covered: streams, kern
 
 from __future__ import annotations
 
+import mmap
 import sys
 from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_rl.models import attention_backends
 from megatron_rl.parallel import collectives
+from megatron_rl.training import fixed_memory
 from tools.rehearsal import masked_attention
 
 _READ_ON_HOST = (torch.Tensor.tolist, torch.Tensor.numpy)
@@ -265,8 +267,24 @@ def recorded_graphs() -> Iterator[None]:
                 stack.enter_context(patch.object(cuda, name, value))
         stack.enter_context(patch.object(attention_backends, "choose_attention_backend", lambda *kind: "efficient"))
         # Pairs of ranks exchange values through memory that appears in no operation.
+        stack.enter_context(patch.object(fixed_memory, "FixedMemory", Pages))
         stack.enter_context(patch.object(collectives, "find_pair", lambda group, num_bytes: None))
         yield
+
+
+class Pages(fixed_memory.FixedMemory):
+    """Pages of a CPU that lose their values when they are given back, and keep their addresses."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.block = torch.frombuffer(self._pages, dtype=torch.uint8)
+
+    def map(self) -> None:
+        """Do nothing: pages come with their first use."""
+
+    def unmap(self) -> None:
+        """Give the pages back to the system."""
+        self._pages.madvise(mmap.MADV_DONTNEED)
 
 
 class _Stream:

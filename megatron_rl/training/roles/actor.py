@@ -50,7 +50,7 @@ class Actor:
             from megatron_rl.training.teacher_divergence import TeacherDivergence
 
             divergence = TeacherDivergence(self.model, setup.teacher)
-        self.head = LogprobHead(self.model, setup.temperature, config.logprob_chunk_tokens, divergence)
+        self.head = LogprobHead(self.model, setup.temperature, setup.chunk_tokens, divergence)
         self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
         self.mtp: Any = None
         self._hidden: list[torch.Tensor] = []  # by microbatch, for the MTP layer

@@ -75,7 +75,7 @@ class Reference:
 
     def __init__(self, setup: RoleSetup) -> None:
         self.model = PackedModel(setup)
-        self.head = LogprobHead(self.model, setup.temperature, setup.spec.settings.logprob_chunk_tokens)
+        self.head = LogprobHead(self.model, setup.temperature, setup.chunk_tokens)
         self.optimizer = NoOptimizer()
 
     @torch.no_grad()

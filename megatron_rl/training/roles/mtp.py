@@ -125,7 +125,7 @@ class Mtp:
         assert isinstance(section, ActorConfig)
         config = replace(section, lr=section.mtp_lr, min_lr=min(section.min_lr, section.mtp_lr))
         self.model = MtpPackedModel(setup)
-        head = LogprobHead(self.model, setup.temperature, config.logprob_chunk_tokens)
+        head = LogprobHead(self.model, setup.temperature, setup.chunk_tokens)
         self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
         self._update = OptimizerStep(build_step(self.model, head, self.optimizer, config), "mtp")
         self._loss = StepLoss("MTP", _compute_loss, self.model.device)
