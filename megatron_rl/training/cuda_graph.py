@@ -44,7 +44,6 @@ _OF_MODES = ("__torch_dispatch__", "__torch_function__")  # frames of dispatch m
 _GIB = 1 << 30
 _GROUPED_KERNELS = (9, 10)  # major compute capabilities on which torch's `grouped_mm` needs no host sync
 
-_GROUPED_KERNELS = (9, 10)  # major compute capabilities on which torch's `grouped_mm` needs no host sync
 
 Key = tuple[str, Shape, int]  # loss name, shape, and is_last or the pipeline slot
 
