@@ -24,7 +24,6 @@ NPROC="${NPROC:-$(python -c 'import torch; print(torch.cuda.device_count())')}"
     exit 2
 }
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"                           # one thread per rank; ranks share the cores
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"   # keeps TP messages in the order of the kernels
 export TOKENIZERS_PARALLELISM=false
 exec bash launch/supervise.sh "" torchrun --signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT" --shutdown-timeout "${GRACE_SECONDS:-150}" \
     --standalone --nproc-per-node "$NPROC" tools/serve.py "$@"
