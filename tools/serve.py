@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a model to programs that train it with the Tinker API: `bash launch/serve.sh RECIPE.yaml [key=value ...]`.
+"""Serve a model to programs that train it with the Tinker API.
 
 Of the recipe, the sections of the model, its layout and its engine are used; data, rewards and the algorithm come with
 the clients' requests. Besides the recipe's settings:
@@ -22,7 +22,7 @@ from tools.serving.starting import serve
 
 if __name__ == "__main__":
     if sys.argv[1:2] in ([], ["--help"], ["-h"]):
-        print(__doc__)
+        print(f"usage: bash launch/serve.sh RECIPE.yaml [key=value ...]\n\n{__doc__}")
         sys.exit(0 if sys.argv[1:] else 2)
     try:
         serve(Path(sys.argv[1]), sys.argv[2:])

@@ -45,7 +45,9 @@ def test_each_role_adds_its_phases() -> None:
 def test_scoring_takes_the_larger_budget() -> None:
     kl, budget = "algorithm.kl_coef=0.1", "reference.max_tokens_per_microbatch"
     found = [
-        phases(make_job(small_shape(), kl, RECOMPUTE, *extra))["log-probs"].parts["activations"]
+        phases(make_job(small_shape(), kl, RECOMPUTE, "actor.logprob_chunk_tokens=512", *extra))["log-probs"].parts[
+            "activations"
+        ]
         for extra in ((), (f"{budget}=2048",), (f"{budget}=16384",))
     ]
     assert found[0] == found[1] and found[2] == 4 * found[0]

@@ -150,7 +150,7 @@ def _load_on_rank(rank: int, world_size: int, path: Path) -> None:
     first, second = (inputs.load(microbatch) for microbatch in same[:2])
     assert first is second and first.tokens.data_ptr() != same[0].tokens.data_ptr()
     assert inputs.load(same[0], slot=1) is not first and len({shape for shape, _ in inputs._buffers}) == len(by_shape)
-    assert "tokens in up to 64 sequences" in describe_shape(same[0]) and shape[0] == len(same[0].tokens)
+    assert "tokens in up to 64 sequences" in describe_shape(same[0]) and shape[0] == same[0].tokens.shape
 
 
 def test_static_inputs_stay_where_they_are(path: Path) -> None:
