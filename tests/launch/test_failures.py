@@ -208,7 +208,8 @@ def test_a_full_disk_is_one_error_at_the_start(task: Path, tmp_path: Path) -> No
     result = launch(Failure("fill_the_disk", "", 2, ""), task, tmp_path, ranks=1)  # with its output in pipes
     ours = TORCHRUN_SAYS.split(result.stderr)[0]
     message = (
-        r"^error: cannot write the run directory: \[Errno 27\] File too large\n  source:   trainer.run_dir\n"
+        r"^error: cannot write the run directory: \[Errno 27\] File too large\n"
+        r"  source:   trainer.run_dir \(command line\)\n"
         r"  expected: .*\n  hint:     free some space there, .*$"
     )
     assert len(re.findall(message, ours, re.M)) == 1, ours

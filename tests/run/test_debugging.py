@@ -128,7 +128,7 @@ def test_an_update_and_a_reward_are_stopped_in(task: Path, tmp_path: Path) -> No
         assert Path(frame["source"]["path"]) == reward and frame["name"] == "score"
         assert client.evaluate("ground_truth.isdigit()", frame) == "True"
         client.set_breakpoints(reward, [])
-        client.set_breakpoints(update, [line_of(update, "lr = optimizer.advance_schedule()")])
+        client.set_breakpoints(update, [line_of(update, "lr = optimizer.advance_schedule(")])
         time.sleep(4)  # the others wait longer than trainer.collective_timeout
         client.request("continue", threadId=thread)
         thread, frame = client.wait_for_stop()
