@@ -86,7 +86,7 @@ def read_passed(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     setting, target = "data.train_files / data.validation_files", name.removeprefix(OBJECT).partition("?")[0]
     if name not in _ROWS and ".py:" in name and pin_function(target, setting) != name:
         raise UserError(
-            f"{target} returns other rows than those of the digest in {name}",
+            f"{target} returns rows whose digest differs from the one in {name}",
             source=setting,
             expected="the rows of the run that wrote this name",
             hint=f"write {target} to use the rows of today",

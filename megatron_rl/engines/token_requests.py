@@ -55,7 +55,7 @@ class TokenRequest:
 
 @dataclass(frozen=True)
 class Extras:
-    """What a `Request` wants beyond sampled tokens; see `TokenRequest`."""
+    """Parts of a `TokenRequest` that a `Request` lacks."""
 
     stop: StopStrings | None
     top: int
@@ -64,7 +64,7 @@ class Extras:
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probs beyond those of the sampled tokens.
+    """Log-probs of prompt tokens and of the likeliest tokens.
 
     Attributes:
         top_ids, top_logprobs: [s, k] int32 and float32, the likeliest tokens at each sampled token.

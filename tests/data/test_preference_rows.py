@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preferences from rows of several forms; not covered: files and lengths, which are those of prompts."""
+"""Preferences from rows of several forms; not covered: files and lengths, whose rules the prompt tests check."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_a_function_returns_rows(code: str, name: str) -> None:
     assert len([*read_rows([pinned])]) == 3
     passed_rows._ROWS.clear()
     Path(code).write_text(CODE.replace("range(3)", "range(1, 4)"))
-    with pytest.raises(UserError, match="returns other rows than those of the digest"):
+    with pytest.raises(UserError, match="returns rows whose digest differs from the one"):
         list(read_rows([pinned]))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's second model runner gives the responses that its first gives, as far as both promise the same.
+"""Compare the responses of vLLM's second model runner with the first one's where both promise the same.
 
 Greedy responses are equal. Sampled ones are not, since the second runner draws by (seed, position): they depend on
 nothing but prompt and seed, not on the batch, async scheduling, or our shortcuts in vLLM. All log-probs are those of
@@ -50,7 +50,7 @@ here = pytest.mark.skipif(not HAS_GPU and os.environ.get("TRITON_INTERPRET") != 
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="the GPU runs them")
 def test_this_file_in_the_interpreter() -> None:
-    """Triton decides at its import whether it interprets."""
+    """Run Triton's kernels in its interpreter, which is chosen when Triton is imported."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "runner_", "-m", "gpu"]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False, timeout=500
@@ -67,7 +67,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(path: Path) -> dict[str, dict[str, list[Sampled]]]:
-    """Responses of each arm, and of vLLM without our search for blocks; an engine per process."""
+    """Return the responses of each arm, and of vLLM with its own search for blocks; each engine has its process."""
     arms = {name: run_ranks(_work, 1, path, name, True)[0] for name in ARMS}
     return arms | {"plain": run_ranks(_work, 1, path, "async", False)[0]}
 
@@ -132,7 +132,7 @@ def test_runner_changes_no_greedy_response(found: dict[str, dict[str, list[Sampl
 @pytest.mark.gpu
 @here
 def test_runner_draws_by_seed_alone(found: dict[str, dict[str, list[Sampled]]]) -> None:
-    """Whatever else runs, with async scheduling or not; another seed draws other tokens."""
+    """A response depends on prompt and seed only: not on other requests, not on async scheduling."""
     expected = _tokens(found["second"]["sampled"])
     for arm in ("second", "async", "plain"):
         assert all(_tokens(found[arm][kind]) == expected for kind in ("sampled", "reversed", "alone"))
@@ -144,7 +144,7 @@ def test_runner_draws_by_seed_alone(found: dict[str, dict[str, list[Sampled]]]) 
 @pytest.mark.gpu
 @here
 def test_runner_scores_as_transformers(found: dict[str, dict[str, list[Sampled]]], path: Path) -> None:
-    """Every token of every response, at the temperature; of interrupted ones too, and of their continuations."""
+    """Compare the log-prob of every token at the temperature, also in interrupted responses and their continuations."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for arm in ("first", "async"):
         for kind in ("sampled", "another seed", "interrupted", "continued"):
@@ -162,7 +162,7 @@ def test_runner_scores_as_transformers(found: dict[str, dict[str, list[Sampled]]
 @pytest.mark.gpu
 @here
 def test_runner_finds_the_same_blocks(found: dict[str, dict[str, list[Sampled]]]) -> None:
-    """Requests find what the cache has of them, with our shortcut in the search for blocks and without."""
+    """Requests reuse their cached prefix with our search for blocks and with vLLM's."""
     cached = {arm: [one.num_cached for one in found[arm]["continued"]] for arm in ("async", "plain")}
     assert cached["async"] == cached["plain"] and max(filter(None, cached["async"])) >= 32
     assert [one.num_cached for one in found["async"]["reversed"]] == [

@@ -144,7 +144,7 @@ class ScoreLearner(RewardModel):
         self._update.forward_backward(minibatch, self._loss)
 
     def optim_step(self) -> dict[str, float]:
-        """Update the weights and return metrics; those of the loss are means per token."""
+        """Update the weights and return metrics; loss metrics are means per token."""
         result = self._update.optim_step()
         return describe_given_loss(result) if result else {}
 
