@@ -204,9 +204,8 @@ class Job:
         order = SampleOrder(self.prompts, config)
         clock = Clock(end, training, trace)
         self.stream = RolloutStream(self.generator, order, config, clock, dist.group.WORLD)
-        plan: Any = None  # of a reward model
         scorer: Any = StepScorer()
-        rewards = RewardSources(plan, scorer, None, False)
+        rewards = RewardSources(scorer, None, False)
         self.collector = Collector(
             generator=self.generator,
             stream=self.stream,

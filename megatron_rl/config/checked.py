@@ -63,6 +63,8 @@ class CheckedConfig:
         if section == "teachers":
             teacher, _, leaf = leaf.partition(".")
             section = f"teachers.{teacher}"
+        elif leaf.startswith("further."):
+            section, _, leaf = name.rpartition(".")
         owner, refused = self.config.section(section), self.mistakes.refused
         if name.startswith(f"{PREFIX}."):
             plugin, _, leaf = leaf.partition(".")[2].partition(".")

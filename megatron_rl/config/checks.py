@@ -26,6 +26,7 @@ from megatron_rl.extension.registry import name_engines
 _FEATURES = attrgetter(
     *(f"{section}.{leaf}" for section in TRAINED for leaf in ("lora", "quantization", "step_mode", "zero_stage")),
     *("actor.expert_tensor_parallel_size", "actor.mtp_lr", "actor.router_replay", "reward_model.zero_stage"),
+    "reward_model.further",
     *("actor.optimizer", "critic.optimizer"),
     *("data.weights", "data.pass_rate_range", "hybrid.lora", "rollout.engine_options", "rollout.quantization"),
     *("rollout.bitwise", "rollout.thinking_budget", "rollout.validation_sets", "rollout.top_p", "rollout.top_k"),
@@ -128,14 +129,15 @@ def _check_reward(config: CheckedConfig) -> None:
         expected="path.py:name, or an http(s) URL",
         hint="write e.g. reward.function=my_reward.py:compute_score",
     )
-    uses_model = any(entry.split()[1:] == ["model"] for entry in config.get("reward.components"))
-    config.require(
-        config.get("reward_model.path") is not None or not uses_model,
-        "reward.components",
-        "uses the reward model, but reward_model.path is null",
-        expected="the directory of a reward model",
-        hint="set reward_model.path",
-    )
+    for source in config.get("reward.models"):
+        name = source.partition(":")[2]
+        config.require(
+            source in config.get("reward_model.roles"),
+            "reward.components",
+            f"uses {source}, which there is not" if name else "uses the reward model, but reward_model.path is null",
+            expected="the directory of a reward model",
+            hint=f"set reward_model.{name and f'further.{name}.'}path",
+        )
     config.require(
         config.get("reward.overlong_buffer_length") <= limit,
         "reward.overlong_buffer_length",
@@ -246,8 +248,10 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
     yield mode in ("none", "bypass"), "algorithm.importance_normalize", why
     why = "algorithm.dynamic_sampling is False"
     yield not algorithm.dynamic_sampling, "algorithm.dynamic_sampling_metric", why
-    has_model = any(component.split()[1:] == ["model"] for component in components)
-    yield components and not has_model, "reward_model.path", "reward.components does not use 'model'"
+    used, further, why = config.reward.models, config.reward_model.further, "reward.components does not use"
+    yield components and "model" not in used, "reward_model.path", f"{why} 'model'"
+    left = {name: given for name, given in further.items() if f"model:{name}" in used}
+    yield bool(components), "reward_model.further", f"{why} {', '.join(sorted(further.keys() - left))}", left
 
 
 def _find_in_role(config: RunConfig, section: str) -> Iterator[tuple[Any, ...]]:

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config.checked import CheckedConfig
-from megatron_rl.config.schema import FULLY_SHARDED, TRAINED
-from megatron_rl.config.sections import LONGEST_PERIOD, reduce_weights
+from megatron_rl.config.fields import FieldInfo, coerce
+from megatron_rl.config.schema import ACTOR_DECIDES, FULLY_SHARDED, TRAINED, RewardModelConfig
+from megatron_rl.config.sections import LONGEST_PERIOD, MISSING, reduce_weights
 from megatron_rl.extension.registry import name_engines
+from megatron_rl.types import UserError
 
 
 def check_features(config: CheckedConfig) -> None:
@@ -181,7 +183,8 @@ def _check_quantization(config: CheckedConfig, section: str) -> None:
 
 def _check_zero_stages(config: CheckedConfig) -> None:
     """Refuse settings that do not work with weights sharded over DP (`zero_stage` 3)."""
-    for section in (*TRAINED, "reward_model", *(f"teachers.{teacher}" for teacher in config.config.teachers)):
+    further = [f"reward_model.further.{name}" for name in config.get("reward_model.further")]
+    for section in (*TRAINED, "reward_model", *further, *(f"teachers.{name}" for name in config.config.teachers)):
         cause = f"{section}.zero_stage={FULLY_SHARDED}"
         if section in TRAINED:
             config.exclude(
@@ -317,6 +320,33 @@ def _check_precision(config: CheckedConfig) -> None:
             "learns, and nothing would correct it",
             expected="a correction",
             hint="set algorithm.importance_sampling=token-truncate, or compute in model.dtype",
+        )
+
+
+def _check_further(config: CheckedConfig) -> None:
+    """Check the settings of further reward models, each of which has those of the section `reward_model`."""
+    setting = "reward_model.further"
+    for name, given in config.get(setting).items():
+        section = FieldInfo(f"{setting}.{name}", RewardModelConfig, MISSING, "", "")
+        source = f"{setting}.{name}" + (f" ({config.sources[setting]})" if setting in config.sources else "")
+        with config.mistakes.collect(setting):
+            coerce(section, given, source)
+            refused = sorted({"further", *ACTOR_DECIDES} & given.keys())
+            if given.get("path") is None or refused or not re.fullmatch(r"[\w-]+", name):
+                raise UserError(
+                    f"{section.name} = {given!r} is no reward model",
+                    source=source,
+                    expected="a name of letters, digits, _ and -, a path, and settings of the section reward_model",
+                    hint=f"e.g. {setting}={{safety: {{path: models/safety, offload: true}}}}",
+                )
+    for name in config.get(setting):
+        part = f"{setting}.{name}.sequence_parallel"
+        config.require(
+            not config.get(part) or config.get(f"{setting}.{name}.tensor_model_parallel_size") > 1,
+            part,
+            "with one tensor parallel rank",
+            expected="false",
+            hint=f"set {part}=false",
         )
 
 
@@ -587,6 +617,7 @@ def _check_reset(config: CheckedConfig) -> None:
 _RULES = (
     _check_weights,
     _check_pass_rates,
+    _check_further,
     _check_zero_stages,
     _check_engine,
     _check_sampling,

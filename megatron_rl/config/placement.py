@@ -50,7 +50,7 @@ class PlacementConfig:
     actor: str | None = option(None, "Ranks of the actor, from rank 0 on: 0-3, or a share, 1/4; default: all.")
     critic: str | None = option(None, "Ranks of the critic, such as 4-7 or 1/2; default: all.")
     reference: str | None = option(None, "Ranks of the reference, which has the actor's layout; default: all.")
-    reward_model: str | None = option(None, "Ranks of the reward model; default: all.")
+    reward_model: str | None = option(None, "Ranks of the reward models; default: all.")
     teachers: dict[str, Any] = option({}, "Ranks of teachers by name: math: 4-7 or math: 1/2; default: all.")
     rollout: str | None = option(None, "Ranks of the rollout engines, such as 2-7 or 3/4; default: all.")
 
@@ -60,7 +60,7 @@ class PlacementConfig:
         Raises:
             UserError: a role has no range, a range exceeds the job, or a share is no whole number of ranks.
         """
-        return self._resolve(world_size).get(role, range(world_size))
+        return self._resolve(world_size).get(role.partition(".further.")[0], range(world_size))
 
     def _resolve(self, world_size: int) -> dict[str, range]:
         """Return the ranks of all roles in `placed`, by role."""

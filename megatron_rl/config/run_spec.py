@@ -15,7 +15,7 @@ from megatron_rl.config.sections import LoraConfig
 class RoleSpec:
     """One model of a run."""
 
-    name: str  # "actor", "critic", "reference", "reward_model", "teachers.NAME", or "mtp", a part of the actor
+    name: str  # of its section, also "teachers.NAME"; "reference"; or "mtp", a part of the actor
     path: str  # HF directory of its initial weights, or a checkpoint of this package
     section: str  # name of its config section; the reference uses the actor's
     settings: LayoutConfig  # that section: its layout and, if trained, its optimizer and step mode
@@ -48,7 +48,8 @@ class RoleSpec:
     @property
     def title(self) -> str:
         """Name in words."""
-        return self.name.replace("teachers.", "teacher ").replace("_", " ")
+        role, _, name = self.name.rpartition(".")
+        return f"{'teacher' if self.is_teacher else 'reward model'} {name}" if role else name.replace("_", " ")
 
     @property
     def is_teacher(self) -> bool:
@@ -83,8 +84,8 @@ class RunSpec:
 
     @property
     def laid_out_alike(self) -> list[RoleSpec]:
-        """Roles to which the planner gives one common layout; a teacher keeps the layout of its section."""
-        return [role for role in self.laid_out if not role.is_teacher]
+        """Roles to which the planner gives one common layout; roles with a name of the user's keep their own."""
+        return [role for role in self.laid_out if "." not in role.name]
 
     @property
     def teachers(self) -> dict[str, RoleSpec]:

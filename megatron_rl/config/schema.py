@@ -29,6 +29,7 @@ from megatron_rl.config.sections import (
 from megatron_rl.extension.registry import find_engine
 
 TRAINED = ("actor", "critic")  # sections of roles with an optimizer
+REWARD_MODEL = "model"  # the source of rewards; NAME of `reward_model.further` is model:NAME
 FULLY_SHARDED = 3  # the `zero_stage` in which ranks share weights
 STREAMED_BYTES = 512 << 20  # moments on a GPU at a time with `offload_optimizer: stream`; one parameter may have more
 # Settings of the actor that the critic and teachers take over; the reward model keeps the defaults.
@@ -294,6 +295,12 @@ class RewardConfig:
     )
     overlong_penalty: float = option(1.0, "Largest reward lost by the soft overlong penalty.", ge=0)
 
+    @property
+    def models(self) -> list[str]:
+        """Reward models in `components`: model, model:NAME."""
+        targets = [component.strip().partition(" ")[2].strip() for component in self.components]
+        return [target for target in targets if target.partition(":")[0] == REWARD_MODEL]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig(LayoutConfig):
@@ -301,6 +308,15 @@ class RewardModelConfig(LayoutConfig):
 
     path: str | None = option(None, "Directory of the reward model in HF format; null: none is built.")
     offload: bool = option(False, "Keep its weights on the host except while it scores.")
+    further: dict[str, Any] = option(
+        {}, "Further reward models, the sources 'model:NAME': NAME -> path, and settings that differ from this section."
+    )
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Names of the reward models' roles by their sources in `reward.components`."""
+        first = {} if self.path is None else {REWARD_MODEL: "reward_model"}
+        return first | {f"{REWARD_MODEL}:{name}": f"reward_model.further.{name}" for name in self.further}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,9 +418,12 @@ class RunConfig:
         return replace(self.actor, max_tokens_per_microbatch=budget)
 
     def section(self, name: str) -> Any:
-        """Return a section by its name; that of a teacher is `teachers.NAME`."""
-        first, _, teacher = name.partition(".")
-        return self.teachers[teacher] if teacher else getattr(self, first)
+        """Return a section by its name, also `teachers.NAME` and `reward_model.further.NAME`."""
+        first, _, inner = name.partition(".")
+        section = getattr(self, first)
+        if first == "reward_model" and inner:
+            return replace(section, **section.further[inner.partition(".")[2]], further={})
+        return section[inner] if inner else section
 
     def with_sections(self, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         """Return the config with other settings: section -> name in the section -> value."""

@@ -222,7 +222,8 @@ def _offload_settings(job: Job) -> list[str]:
     settings = [
         f"{role.section}.{leaf}" for leaf in ("offload_gradients", "offload_optimizer") for role in job.spec.trained
     ]
-    return settings + [f"{role.name}.offload" for role in job.spec.roles.values() if not role.trainable]
+    frozen = (role.name.partition(".further.")[0] for role in job.spec.roles.values() if not role.trainable)
+    return settings + [f"{name}.offload" for name in dict.fromkeys(frozen)]
 
 
 def _is_set(job: Job, setting: str) -> bool | str:

@@ -148,7 +148,7 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
         if role.trainable:
             updating[role.title] = held.parameters + held.gradients + _count_optimizer(role.training, held)
     for role, held in others:
-        name = {"value": "values", "score": "rewards", "logprob": role.title}[role.head]
+        name = {"critic": "values", "reward_model": "rewards"}.get(role.name, role.title)
         at_work = resident if role.trainable else resident | {role.title: held.total}
         phases.append(MemoryPhase(name, at_work | _activations(job, rank, role)))
         if role.trainable:

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weighted sum of reward sources, and checks of ground truths for it; pure except for loading user code.
 
-    reward = sum_i weight_i * score_i  (+ weight_model * score_model)  + soft overlong punishment
+    reward = sum_i weight_i * score_i  + sum_m weight_m * score_m of reward models  + soft overlong punishment
 
-The reward model scores elsewhere and collectively, so `add_model_scores` follows `compute_reward`.
+Reward models score elsewhere and collectively: `add_model_scores` of `training/roles` follows `compute_reward`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, product
 
-import numpy as np
-
-from megatron_rl.config.schema import RewardConfig
+from megatron_rl.config.schema import REWARD_MODEL, RewardConfig
 from megatron_rl.rewards.answers import RESTATES, extract_answer
 from megatron_rl.rewards.scoring import (
     COUNTS,
@@ -30,23 +28,22 @@ from megatron_rl.rewards.scoring import (
 )
 from megatron_rl.types import SERVICE_FAILURES, Prompt, Rollout, UserError
 
-MODEL = "model"
 OVERLONG = "overlong"
 # Counts of failures; their names have no source prefix in a sum.
 _COUNTED = (SERVICE_FAILURES, *COUNTS)
 # Names of other metrics reward/<name>.
-_RESERVED = (MODEL, OVERLONG, RESTATES, *_COUNTED, "mean", "uninformative_groups")
+_RESERVED = (REWARD_MODEL, OVERLONG, RESTATES, *_COUNTED, "mean", "uninformative_groups")
 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """One local reward source.
+    """One reward source.
 
     Attributes:
         name: of its component in the logs.
-        target: a rule, "path.py:name", or a service URL.
+        target: a rule, "path.py:name", a service URL, or a reward model, "model" or "model:NAME".
         setting: config setting that names the target, for errors.
-        function: `None` for a service.
+        function: `None` for a service or model.
     """
 
     name: str
@@ -62,13 +59,12 @@ class RewardPlan:
 
     Attributes:
         sources: rules, functions and services.
-        model_weight: `None` without a reward model.
         is_sum: whether `reward.components` is set; scores are then logged by source.
         max_response_length: tokens.
     """
 
     sources: tuple[SourceSpec, ...]
-    model_weight: float | None
+    models: tuple[SourceSpec, ...]
     is_sum: bool
     config: RewardConfig
     max_response_length: int
@@ -84,7 +80,7 @@ def build_reward_plan(
         functions: passed objects by target, used instead of loading it.
 
     Raises:
-        UserError: a component is malformed, a function or URL is unusable, or there are two models.
+        UserError: a component is malformed, a function or URL is unusable, or a model is named twice.
     """
     if config.components:
         setting = "reward.components"
@@ -94,36 +90,36 @@ def build_reward_plan(
     else:
         leaf = next(leaf for leaf in ("function", "rule") if getattr(config, leaf) is not None)
         weighted = [(1.0, getattr(config, leaf), f"reward.{leaf}")]
-    model_weights = [weight for weight, target, _ in weighted if target == MODEL]
-    if len(model_weights) > 1:
+    repeated = next((model for model in config.models if config.models.count(model) > 1), None)
+    if repeated is not None:
         raise UserError(
-            f'the source "{MODEL}" is given {len(model_weights)} times',
+            f'the source "{repeated}" is given {config.models.count(repeated)} times',
             source="reward.components",
-            expected="at most once: a run has one reward model",
-            hint="add up the weights, and name a further model by the URL of its service (docs/rewards.md)",
+            expected="each reward model at most once",
+            hint="add up the weights, or name another model of reward_model.further as 'model:NAME'",
         )
-    sources: list[SourceSpec] = []
+    sources: dict[str, SourceSpec] = {}
     for weight, target, setting in weighted:
-        if target != MODEL:
-            name = target if target in RULES else "service" if is_service(target) else target.rpartition(":")[2]
-            names = chain([name], (f"{name}_{number}" for number in count(2)))
-            taken = {*_RESERVED, *(source.name for source in sources)}
-            name = next(unique for unique in names if unique not in taken)
-            loaded = functions.get(target)
-            if loaded is None:
-                if target in RULES:
-                    loaded = Rule(target, config.answer)
-                elif is_service(target):
-                    from megatron_rl.rewards.service import check_url
+        name = target if target in RULES else "service" if is_service(target) else target.rpartition(":")[2]
+        names = chain([name], (f"{name}_{number}" for number in count(2)))
+        taken = {*_RESERVED, *sources} - {target if target == REWARD_MODEL else ""}
+        name = next(unique for unique in names if unique not in taken)
+        loaded = functions.get(target)
+        if loaded is None and target not in config.models:
+            if target in RULES:
+                loaded = Rule(target, config.answer)
+            elif is_service(target):
+                from megatron_rl.rewards.service import check_url
 
-                    check_url(target, setting)
-                else:
-                    from megatron_rl.rewards.functions import load_reward_function
+                check_url(target, setting)
+            else:
+                from megatron_rl.rewards.functions import load_reward_function
 
-                    loaded = load_reward_function(target, setting)
-            sources.append(SourceSpec(name, weight, target, setting, loaded))
-    model_weight = next(iter(model_weights), None)
-    return RewardPlan(tuple(sources), model_weight, bool(config.components), config, max_response_length)
+                loaded = load_reward_function(target, setting)
+        sources[name] = SourceSpec(name, weight, target, setting, loaded)
+    models = tuple(source for source in sources.values() if source.target in config.models)
+    local = tuple(source for source in sources.values() if source not in models)
+    return RewardPlan(local, models, bool(config.components), config, max_response_length)
 
 
 def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) -> tuple[float, dict[str, float]]:
@@ -154,54 +150,20 @@ def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) 
         reward += components[OVERLONG]
     if not abs(reward) <= LARGEST:
         source = "the environment (agents.environment or agents.program)" if is_given else "reward"
-        raise _refuse(reward, describe_rollout(rollout), source)
+        raise refuse_reward(reward, describe_rollout(rollout), source)
     taken = {*_RESERVED, *components}
     given = rollout.reward_components.items()
     return reward, {f"environment/{name}" if name in taken else name: value for name, value in given} | components
 
 
-def _refuse(reward: float, what: str, source: str = "reward") -> UserError:
+def refuse_reward(reward: float, what: str, source: str = "reward") -> UserError:
+    """Return the error of a reward that is not finite or too large."""
     return UserError(
         f"the reward is {reward:g}\n{what}",
         source=source,
         expected=f"at most {LARGEST:g} in size, so that sums over a batch are finite",
         hint="scale the scores of the reward sources",
     )
-
-
-def add_model_scores(
-    plan: RewardPlan, rewards: np.ndarray, scores: np.ndarray, name: Callable[[int], str]
-) -> np.ndarray:
-    """Add the reward model's weighted scores to rewards from `compute_reward`.
-
-    Args:
-        rewards, scores: [num_rollouts] float64.
-        name: index -> description of a rollout.
-
-    Raises:
-        UserError: a score is missing or not finite, or a sum is too large.
-    """
-    assert plan.model_weight is not None, "the model is no part of this sum"
-    if scores.shape != rewards.shape:
-        raise UserError(
-            f"the reward model gave {list(scores.shape)} scores to {len(rewards)} rollouts",
-            source="the reward model",
-            expected=f"{len(rewards)} numbers",
-            hint="return one score per rollout, in their order",
-        )
-    if not np.isfinite(scores).all():
-        index = int(np.isfinite(scores).argmin())
-        raise UserError(
-            f"the reward model gave {scores[index]} to {name(index)}",
-            source="reward_model.path",
-            expected="a finite score",
-            hint="check the checkpoint with transformers",
-        )
-    sums = rewards + plan.model_weight * scores
-    worst = int(np.abs(sums).argmax())
-    if not abs(sums[worst]) <= LARGEST:
-        raise _refuse(float(sums[worst]), name(worst))
-    return sums
 
 
 def is_service(target: str) -> bool:
@@ -215,12 +177,13 @@ def _parse_component(text: str, setting: str) -> tuple[float, str]:
         value = float(weight)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value) or not target.strip():
+    is_idle_model = value == 0 and target.strip().partition(":")[0] == REWARD_MODEL
+    if not math.isfinite(value) or not target.strip() or is_idle_model:
         raise UserError(
             f'"{text}" is not a weight and a source',
             source=setting,
-            expected="WEIGHT SOURCE",
-            hint="write e.g. '1.0 math', '0.1 my_reward.py:brevity' or '0.5 model'",
+            expected="WEIGHT SOURCE, the weight of a reward model not 0",
+            hint="write e.g. '1.0 math', '0.1 my_reward.py:brevity', '0.5 model' or '0.3 model:NAME'",
         )
     return value, target.strip()
 

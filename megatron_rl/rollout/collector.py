@@ -21,7 +21,7 @@ from megatron_rl.engines.protocol import SamplingConfig
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import gather_objects, raise_together, reduce_scalars
 from megatron_rl.rewards.answers import compute_validation_metrics
-from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scores
+from megatron_rl.rewards.plan import OVERLONG
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.order import SampleGroups
@@ -60,20 +60,17 @@ def describe_kept(
     }
 
 
-# Reward model: returns one score per rollout, equal on every rank; collective.
-ResponseModel = Callable[[Experience], Sequence[float] | np.ndarray]
-
-
 @dataclass(frozen=True)
 class RewardSources:
-    """Reward plan, scorer of its local sources, and its reward model.
+    """Scorer of local reward sources, and reward models.
 
-    `needs_greedy_baseline`: whether the advantage estimator uses rewards of greedy responses (ReMax).
+    Attributes:
+        add_scores: adds the scores of reward models to the rewards of samples; collective.
+        needs_greedy_baseline: whether the advantage estimator uses rewards of greedy responses (ReMax).
     """
 
-    plan: RewardPlan
     scorer: Scorer
-    model: ResponseModel | None
+    add_scores: Callable[[Experience], Experience] | None
     needs_greedy_baseline: bool
 
 
@@ -235,12 +232,8 @@ class Collector:
             branches = index_branches(held, headers)
             payload = Payload(branches, ranks, num_bytes, has_kept, route_shape, has_episodes)
             samples = Experience(headers, prompts, payload, self._group)
-            if self._rewards.model is not None:
-                scores = np.asarray(self._rewards.model(samples), np.float64)
-                rollouts = headers.rollouts
-                plan, name = self._rewards.plan, lambda index: rollouts.list_titles()[index]
-                rewards = add_model_scores(plan, rollouts["reward"], scores, name)
-                samples = samples.rescore(rewards, MODEL, scores)
+            if self._rewards.add_scores is not None:
+                samples = self._rewards.add_scores(samples)
         mine = [rollout for _, rollout in held] if self.generator.is_first else []
         if has_kept:
             samples.metrics.update(describe_kept(mine, self._config.rollout, self._group))

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from megatron_rl.data.prompts import PromptSet
     from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.parallel.layout import ParallelLayout
+    from megatron_rl.rewards.plan import SourceSpec
+    from megatron_rl.samples.experience import Experience
     from megatron_rl.training.roles.actor import Actor
-    from megatron_rl.training.roles.frozen import RewardModelOnSamples
     from megatron_rl.weights.shard_box import ShardBox
 
 T = TypeVar("T")
@@ -127,7 +128,7 @@ def _find_class(spec: RoleSpec) -> Callable[[RoleSetup], Any]:
         from megatron_rl.training.roles.frozen import Reference as found
     elif spec.name == "critic":
         from megatron_rl.training.roles.critic import Critic as found
-    elif spec.name == "reward_model":
+    elif spec.head == "score":
         from megatron_rl.training.roles.frozen import RewardModel as found
     else:
         from megatron_rl.training.roles.mtp import Mtp as found
@@ -291,13 +292,13 @@ class RunSinks:
 
 @dataclass(frozen=True)
 class RolloutMembers:
-    """Engine with the actor's weights, collector of scored samples, prompts, unfinished responses, reward model."""
+    """Engine with the actor's weights, collector of scored samples, prompts, unfinished responses, reward models."""
 
     hybrid: Any
     collector: Any
     prompts: PromptBatches
     stream: RolloutStream | None
-    reward_model: RewardModelOnSamples | None
+    reward_models: Mapping[SourceSpec, Callable[[Experience], Any]]
 
 
 def build_rollout_members(
@@ -309,26 +310,25 @@ def build_rollout_members(
     parts: Parts = NO_PARTS,
 ) -> RolloutMembers:
     """Build prompts, rewards, and an engine with the actor's weights; collective."""
-    decode, model = inputs.tokenizer.decode, None
-    if "reward_model" in roles:
-        from megatron_rl.training.roles.frozen import RewardModelOnSamples
+    read, add_scores = inputs.stop.read if inputs.stop else inputs.tokenizer.decode, None
+    models: dict[SourceSpec, Any] = {}
+    if inputs.reward_plan.models:
+        from megatron_rl.training.roles.frozen import RewardModelOnSamples, score_all_rollouts, score_by_models
 
-        model = RewardModelOnSamples(
-            roles["reward_model"],
-            Packer(roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device),
-        )
+        for source in inputs.reward_plan.models:
+            if parts.reward_model is not None:
+                models[source] = partial(score_all_rollouts, parts.reward_model, read)
+                break
+            name = config.reward_model.roles[source.target]
+            settings, role = inputs.spec.roles[name].settings, roles[name]
+            packer = Packer(role.model, settings, inputs.plan, config.algorithm, process.device)
+            models[source] = RewardModelOnSamples(role, packer)
+        add_scores = partial(score_by_models, models)
     prompts = order_prompts(config, inputs.train, inputs.train.prompts)
     if parts.rollouts:
-        return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, model)
-    read = inputs.stop.read if inputs.stop else decode
-    score = model
-    if parts.reward_model:
-        from megatron_rl.training.roles.frozen import score_all_rollouts
-
-        score = partial(score_all_rollouts, parts.reward_model, read)
-    rewards = RewardSources(
-        inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, read), score, inputs.spec.needs_greedy_baseline
-    )
+        return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, models)
+    scorer = Scorer(inputs.reward_plan, config.reward, read)
+    rewards = RewardSources(scorer, add_scores, inputs.spec.needs_greedy_baseline)
     episodes = None
     if config.agents.has_episodes:
         from megatron_rl.agents.in_rank import choose_episodes
@@ -352,4 +352,4 @@ def build_rollout_members(
         group=world(),
         stream=stream,
     )
-    return RolloutMembers(hybrid, collector, prompts, stream, model)
+    return RolloutMembers(hybrid, collector, prompts, stream, models)

@@ -19,7 +19,7 @@ from megatron_rl.algorithms.catalog import LOSS_AGGREGATIONS, POLICY_LOSSES, Adv
 from megatron_rl.checkpoint.files import find_model_files
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.run_spec import RunSpec
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import REWARD_MODEL, RunConfig
 from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import PromptSet, choose_teachers, load_prompts, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
@@ -109,6 +109,9 @@ def localize(config: RunConfig) -> tuple[RunConfig, list[str]]:
                 changed[leaf] = walk(value, f"{prefix}{leaf}.")
             elif leaf == "teachers" and not prefix:
                 changed[leaf] = {name: walk(teacher, f"teachers.{name}.") for name, teacher in value.items()}
+            elif leaf == "further":
+                paths = {name: find(f"{prefix}{leaf}.{name}.path", given["path"]) for name, given in value.items()}
+                changed[leaf] = {name: {**given, "path": paths[name]} for name, given in value.items()}
             elif leaf in ("path", "tokenizer", "shuffle"):
                 changed[leaf] = find(f"{prefix}{leaf}", value)
             elif leaf in ("train_files", "validation_files"):
@@ -229,8 +232,9 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     find_entry(LOSS_AGGREGATIONS, config.algorithm.loss_agg_mode, "algorithm.loss_agg_mode")
     BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
     reward = config.reward
-    if parts.reward_model is not None or (config.reward_model.path and not reward.components):
-        reward = replace(reward, components=[*reward.components, "1.0 model"])
+    models = () if reward.components else config.reward_model.roles
+    models = models if parts.reward_model is None else [REWARD_MODEL]
+    reward = replace(reward, components=[*reward.components, *(f"1.0 {model}" for model in models)])
     functions = {}
     if parts.reward is not None:
         from megatron_rl.rewards.functions import name_rewards
@@ -258,7 +262,8 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
         idle.append(f"ignored: trainer.critic_warmup={trainer.critic_warmup}, there is no critic")
     if trainer.capture_step is not None and trainer.capture_step > (plan.total_steps or 0):
         idle.append(f"ignored: trainer.capture_step={trainer.capture_step}, the run takes {plan.total_steps} steps")
-    absent = [role for role in config.placement.placed if role not in (*spec.roles, "rollout")]
+    present = {"rollout", *(name.partition(".further.")[0] for name in spec.roles)}
+    absent = [role for role in config.placement.placed if role not in present]
     idle += [f"ignored: placement.{role}={config.placement.text_of(role)}, there is no {role}" for role in absent]
     return RlInputs(
         spec=spec,

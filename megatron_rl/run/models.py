@@ -64,8 +64,7 @@ def resolve(config: RunConfig) -> RunSpec:
                 may_lack=(SCORE_HEAD,),
             )
         )
-    if config.reward_model.path is not None:
-        roles.append(_make_frozen("reward_model", config.reward_model, "score"))
+    roles += [_make_frozen(name, config.section(name), "score") for name in config.reward_model.roles.values()]
     return RunSpec(
         roles={role.name: role for role in roles},
         needs_greedy_baseline=estimator.needs_greedy_baseline,

@@ -50,7 +50,7 @@ def find_dependencies(config: RunConfig) -> Dependencies:
         "model": [base] if config.actor.lora.rank else [],
         "critic": [config.critic.path or base] if config.critic.lora.rank else [],
         "reference": [config.reference.path or base] if config.algorithm.kl_coef > 0 else [],
-        "reward_model": [config.reward_model.path] if config.reward_model.path else [],
+        "reward_model": [config.section(role).path for role in config.reward_model.roles.values()],
         "teachers": [teacher.path for teacher in config.teachers.values()],
     }
     found = {

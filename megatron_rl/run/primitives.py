@@ -36,7 +36,7 @@ from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
     from megatron_rl.training.roles.critic import CriticOnSamples
-    from megatron_rl.training.roles.frozen import RewardModelOnSamples, TeachersOnSamples
+    from megatron_rl.training.roles.frozen import TeachersOnSamples
 
 
 class Policy(ActorOnSamples):
@@ -203,6 +203,7 @@ class Primitives:
 
     Attributes:
         inputs: with the batch arithmetic `plan` and the policy's `tokenizer`.
+        reward_models: samples -> scores, [num_rollouts], by the names in the metrics `reward/NAME`.
         trained: roles with an optimizer by name; stand-ins on ranks without the role.
     """
 
@@ -211,7 +212,7 @@ class Primitives:
     policy: Policy
     reference: PolicyOnSamples | None
     critic: CriticOnSamples | None
-    reward_model: RewardModelOnSamples | None
+    reward_models: dict[str, Callable[[Experience], Any]]
     state: TrainingState
     trained: dict[str, SavedRole]
     teachers: TeachersOnSamples | None = None
@@ -273,7 +274,7 @@ def build_primitives(
         reference=reference
         and PolicyOnSamples(timers.watch(reference, compute_logprobs="ref_logprobs"), packers["reference"]),
         critic=learned,
-        reward_model=sampling.reward_model,
+        reward_models={source.name: model for source, model in sampling.reward_models.items()},
         state=state,
         trained={role.name: held[role.name] for role in spec.trained},
     )

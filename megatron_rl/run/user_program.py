@@ -314,8 +314,8 @@ def enter_parts(parts: Parts, config: RunConfig) -> RunConfig:
         entry = parts.engine if isinstance(parts.engine, RegisteredEngine) else RegisteredEngine(parts.engine)
         rollout = replace(rollout, engine=enter_object(ENGINES, entry, entry.make, "rollout.engine"))
         check_config(replace(config, rollout=rollout))
-    path = config.reward_model.path
-    if (parts.reward_model or (path and not reward.components)) and (parts.reward or (parts.reward_model and path)):
+    models = config.reward_model.roles
+    if (parts.reward_model or (models and not reward.components)) and (parts.reward or (parts.reward_model and models)):
         hint = "name the others with their weights in reward.components"
         raise _refuse("a reward model beside another reward", "the objects that were passed", hint, "one of them")
     if parts.reward is not None or parts.weights is not None:

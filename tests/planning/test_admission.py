@@ -14,6 +14,7 @@ import pytest
 from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS
 from megatron_rl.planning.admission import check_fits, find_shape, read_job
 from megatron_rl.planning.cluster import GIB, Cluster, describe_cluster
+from megatron_rl.planning.memory import compute_memory
 from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import resolve
@@ -119,11 +120,16 @@ def test_shapes_are_found_in_the_model_then_beside_the_recipe_then_among_ours(tm
 def test_models_with_a_path_of_their_own_have_their_own_shape() -> None:
     small = str(ROOT / "launch/recipes/shapes/Qwen2.5-0.5B-Instruct.json")
     settings = ["algorithm.adv_estimator=gae", "reward_model.path=/models/Qwen2.5-0.5B-Instruct"]
+    settings.append("reward_model.further.large={path: /models/Qwen2.5-7B-Instruct, offload: true}")
     config = load_config(RECIPE, settings).config
     job = read_job(config, resolve(config), describe_cluster(8, 80), RECIPE)
     critic, reward_model = job.shapes["critic"], job.shapes["reward_model"]
     assert critic.num_layers == 28 and critic.has_score_head
     assert reward_model.num_layers == 24 and reward_model.has_score_head
+    assert job.shapes["reward_model.further.large"].num_layers == 28
+    resting, *_, large = [phase.parts for phase in compute_memory(job)[0].phases if phase.name.startswith("reward")]
+    assert large["reward model large"] > 4 * large["reward model"] > 0, "resident while it scores, and only then"
+    assert resting["reward model"] == large["reward model"] and "reward model large" not in resting
     job = read_job(config, resolve(config), describe_cluster(8, 80), RECIPE, {"critic": Path(small)})
     assert job.shapes["critic"].num_layers == 24
     with pytest.raises(UserError, match="/models/judge/config.json"):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.rewards.plan import add_model_scores, build_reward_plan, compute_reward
+from megatron_rl.rewards.plan import build_reward_plan, compute_reward
 from megatron_rl.rewards.scoring import Score
+from megatron_rl.training.roles.frozen import add_model_scores
 from megatron_rl.types import UserError
 from reward_samples import make_rollout, write_function
 
@@ -33,7 +34,7 @@ def test_single_source_by_precedence(tmp_path, settings, target):
     plan = build_reward_plan(RewardConfig(**settings), 100)
     (source,) = plan.sources
     assert source.target == (function if target == "F" else target)
-    assert (source.weight, plan.model_weight, plan.is_sum) == (1.0, None, False)
+    assert (source.weight, plan.models, plan.is_sum) == (1.0, (), False)
     assert (source.function is None) == (target == URL)
 
 
@@ -51,7 +52,7 @@ def test_components_overrule_and_have_unique_names(tmp_path):
         ("service", 1.0, URL),
     ]
     assert plan.sources[2].setting == "reward.components[2]"
-    assert plan.model_weight == 0.25 and plan.is_sum
+    assert [model.weight for model in plan.models] == [0.25] and plan.is_sum
 
 
 def test_names_of_other_metrics_are_not_taken(tmp_path):
@@ -108,14 +109,14 @@ def test_sum_logs_raw_scores_by_source():
 def test_model_comes_second():
     plan = build_reward_plan(RewardConfig(components=["1 math", "0.5 model"]), 100)
     reward, _ = compute_reward(plan, [Score(1.0)], make_rollout())
-    rewards = np.array([0.0, reward])
-    assert add_model_scores(plan, rewards, np.array([1.0, -3.0]), str).tolist() == [0.5, -0.5]
+    (model,), rewards, titles = plan.models, np.array([0.0, reward]), ["rollout 0", "rollout 1"]
+    assert add_model_scores(model, rewards, np.array([1.0, -3.0]), titles).tolist() == [0.5, -0.5]
     with pytest.raises(UserError, match="gave nan to rollout 1"):
-        add_model_scores(plan, rewards, np.array([1.0, math.nan]), "rollout {}".format)
+        add_model_scores(model, rewards, np.array([1.0, math.nan]), titles)
     with pytest.raises(UserError, match="the reward is -1e\\+30(.|\n)*rollout 0"):
-        add_model_scores(plan, rewards, np.array([-2e30, 1.0]), "rollout {}".format)
+        add_model_scores(model, rewards, np.array([-2e30, 1.0]), titles)
     with pytest.raises(UserError, match=r"gave \[1\] scores to 2 rollouts"):
-        add_model_scores(plan, rewards, np.array([1.0]), str)
+        add_model_scores(model, rewards, np.array([1.0]), titles)
     alone = build_reward_plan(RewardConfig(components=["2 model"]), 100)
     assert alone.sources == () and compute_reward(alone, [], make_rollout()) == (0.0, {})
 
@@ -146,13 +147,31 @@ def test_the_sum_of_an_episode_is_bounded_as_every_reward_is(reward):
     assert "agents.environment" in caught.value.source and "prompt_id 17" in caught.value.found
 
 
-def test_further_reward_models_are_services_with_weights() -> None:
-    """One model of a run scores on its ranks; a second "model" is refused with the way to give it."""
-    urls = ("http://one:8700/score", "http://two:8700/score")
-    plan = build_reward_plan(RewardConfig(components=["0.5 model", f"0.3 {urls[0]}", f"0.2 {urls[1]}"]), 100)
-    assert plan.model_weight == 0.5
-    found = [(source.name, source.weight, source.target) for source in plan.sources]
-    assert found == [("service", 0.3, urls[0]), ("service_2", 0.2, urls[1])]
-    with pytest.raises(UserError, match='"model" is given 2 times') as caught:
-        build_reward_plan(RewardConfig(components=["0.5 model", "0.5 model"]), 100)
-    assert "by the URL of its service" in caught.value.hint
+def test_further_reward_models_have_names_and_weights() -> None:
+    """A model's name in the logs is unique as a function's; it gives way to names of other metrics."""
+    components = ["0.5 model", f"0.3 {URL}", "-2 model:safety", "1 model:mean", "1 model:math", "1 math"]
+    plan = build_reward_plan(RewardConfig(components=components), 100)
+    assert [(model.name, model.weight, model.target) for model in plan.models] == [
+        ("model", 0.5, "model"),
+        ("safety", -2.0, "model:safety"),
+        ("mean_2", 1.0, "model:mean"),
+        ("math", 1.0, "model:math"),
+    ]
+    assert [source.name for source in plan.sources] == ["service", "math_2"]
+
+
+@pytest.mark.parametrize(
+    ("components", "found", "hint"),
+    [
+        (["0.5 model", "0.5 model"], 'the source "model" is given 2 times', "add up the weights"),
+        (["1 model:a", "2 model:b", "3 model:a"], 'the source "model:a" is given 2 times', "add up the weights"),
+        (["0 model:a"], '"0 model:a" is not a weight and a source', "0.3 model:NAME"),
+        (["nan model:a"], '"nan model:a" is not a weight and a source', "0.3 model:NAME"),
+        (["0.0 model"], '"0.0 model" is not a weight and a source', "0.3 model:NAME"),
+    ],
+)
+def test_mistakes_in_the_weights_of_models(components: list[str], found: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build_reward_plan(RewardConfig(components=components), 100)
+    error = caught.value
+    assert found in error.found and hint in error.hint and error.expected and "reward.components" in error.source

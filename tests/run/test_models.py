@@ -69,6 +69,33 @@ def test_every_role_with_a_path_of_its_own() -> None:
     assert spec.roles["reward_model"].title == "reward model"
 
 
+def test_further_reward_models_take_over_what_they_do_not_say() -> None:
+    """They share the ranks of the first, follow a layout that the planner gives it, and are idle without a weight."""
+    config = make_config(
+        "reward_model.path=taste",
+        "reward_model.tensor_model_parallel_size=2",
+        "reward_model.further.safety={path: safe, tensor_model_parallel_size: 1, offload: true}",
+        "reward_model.further.facts.path=facts",
+        "reward_model.further.idle.path=idle",
+        "reward.components=[0.5 model, 1.0 model:safety, -1.0 model:facts]",
+        "placement.reward_model=1/2",
+    )
+    spec, names = resolve(config), ["reward_model", "reward_model.further.safety", "reward_model.further.facts"]
+    assert [role for role in spec.roles if role.startswith("reward")] == names
+    assert [spec.roles[name].path for name in names] == ["taste", "safe", "facts"]
+    assert [spec.roles[name].settings.tensor_model_parallel_size for name in names] == [2, 1, 2]
+    assert [spec.roles[name].offload for name in names] == [False, True, False]
+    assert spec.roles[names[1]].title == "reward model safety"
+    assert {config.placement.ranks_of(name, 4) for name in names} == {range(2)}
+    changed = config.with_sections({"reward_model": {"tensor_model_parallel_size": 4, "offload": True}})
+    again = [spec.with_config(changed).roles[name] for name in names]
+    assert [(role.settings.tensor_model_parallel_size, role.offload) for role in again] == [
+        (4, True),
+        (1, True),
+        (4, True),
+    ]
+
+
 def test_a_teacher_is_a_role_with_a_section_of_its_own() -> None:
     config = make_config(
         "algorithm.kl_coef=0.1",

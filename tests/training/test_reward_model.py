@@ -7,16 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from role_setups import make_setup
+from transformers import AutoModelForSequenceClassification
 
 from actor_runs import LENGTHS, Case, build_batch
 from distributed import run_ranks
 from megatron_rl.config.schema import RewardModelConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.roles.frozen import RewardModel
+from megatron_rl.rewards.plan import SourceSpec
+from megatron_rl.training.roles.frozen import RewardModel, add_model_scores
 from tiny_models import draw_tokens, save_tiny_model
 
 FAMILIES = ["qwen2", "llama"]
@@ -78,6 +81,34 @@ def test_scores_equal_transformers(
     for found in ranks:
         assert torch.equal(found, ranks[0])
         torch.testing.assert_close(found, expected[family], rtol=0, atol=1e-5)
+
+
+MODELS = [SourceSpec("model", 0.7, "model", "", None), SourceSpec("safety", -1.3, "model:safety", "", None)]
+PAIRS = {layout: (layout, layout) for layout in ("single", "tp2", "pp2", "dp2")} | {"tp2 and pp2": ("tp2", "pp2")}
+
+
+def _add_on_rank(rank: int, world_size: int, cases: list[Case], paths: list[Path]) -> np.ndarray:
+    models = [build_reward_model(case, path) for case, path in zip(cases, paths, strict=True)]
+    rewards = np.zeros(len(LENGTHS))
+    for case, model, source in zip(cases, models, MODELS, strict=True):
+        scores = model.compute_scores(build_batch(model.model, case)).double().numpy()
+        rewards = add_model_scores(source, rewards, scores, [])
+        assert not any(p.numel() for one in models for p in one.model.stages.parameters()), "one resident at a time"
+    return rewards
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@torch.no_grad()
+def test_two_models_add_up_to_those_of_transformers_in_float64(pair: str, paths: dict[str, Path]) -> None:
+    """Also in layouts of their own; both are offloaded, so each is resident only while it scores."""
+    wanted = 0
+    for family, source in zip(FAMILIES, MODELS, strict=True):
+        model = AutoModelForSequenceClassification.from_pretrained(paths[family], dtype=torch.float64)
+        ids = [torch.from_numpy(tokens)[None] for tokens in draw_tokens(LENGTHS)]
+        wanted += source.weight * np.array([float(model(x).logits[0, 0]) for x in ids])
+    cases = [replace(LAYOUTS[name], actor=LAYOUTS[name].actor | dict(offload=True)) for name in PAIRS[pair]]
+    for found in run_ranks(_add_on_rank, cases[0].world_size, cases, [*paths.values()], timeout=60):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
 
 
 def test_a_rank_without_rollouts_takes_part(paths: dict[str, Path], expected: dict[str, torch.Tensor]) -> None:

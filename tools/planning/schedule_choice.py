@@ -169,7 +169,7 @@ def _list_shares(job: Job, assumed: Assumptions) -> Iterator[tuple[int, Costs]]:
     units = cluster.world_size // unit
     for trainers in sorted({max(1, round(units * eighths / 8)) for eighths in range(1, 8)} - {units}):
         first, last = trainers * unit, cluster.world_size - 1
-        ranks = dict.fromkeys(job.spec.roles, f"0-{first - 1}") | {"rollout": f"{first}-{last}"}
+        ranks = dict.fromkeys(_list_placed(job), f"0-{first - 1}") | {"rollout": f"{first}-{last}"}
         placed = job.with_config(placement=ranks, rollout={"gpu_memory_utilization": OWN_UTILIZATION})
         try:
             check_job(placed)
@@ -181,6 +181,11 @@ def _list_shares(job: Job, assumed: Assumptions) -> Iterator[tuple[int, Costs]]:
             yield cluster.world_size - first, _describe_costs(placed, memory, seconds, assumed)
 
 
+def _list_placed(job: Job) -> list[str]:
+    """Return the settings of `placement` for the roles of a job; reward models share one."""
+    return list(dict.fromkeys(name.partition(".")[0] for name in job.spec.roles))
+
+
 def _schedule_overrides(job: Job, k: int) -> list[str]:
     corrected = [] if job.config.algorithm.importance_sampling != "none" else [_CORRECTION]
     return [f"schedule.max_staleness={k}", "schedule.updates=in_flight", *corrected]
@@ -189,7 +194,7 @@ def _schedule_overrides(job: Job, k: int) -> list[str]:
 def _placement_overrides(job: Job, engine_gpus: int) -> list[str]:
     world = job.cluster.world_size
     first = world - engine_gpus
-    trained = [f"placement.{name}=0-{first - 1}" for name in job.spec.roles]
+    trained = [f"placement.{name}=0-{first - 1}" for name in _list_placed(job)]
     return [*trained, f"placement.rollout={first}-{world - 1}", f"rollout.gpu_memory_utilization={OWN_UTILIZATION}"]
 
 

@@ -21,6 +21,8 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import choose_teachers
 from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.collectives import reduce_scalars, share_object, world
+from megatron_rl.rewards.plan import SourceSpec, refuse_reward
+from megatron_rl.rewards.scoring import LARGEST
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.microbatches import plan_microbatches
@@ -29,7 +31,7 @@ from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.actor import Actor, ActorOnSamples, RoleOnSamples
 from megatron_rl.training.setup import LaidOutModel, RoleSetup
 from megatron_rl.training.token_heads import LogprobHead, compute_scores
-from megatron_rl.types import Branch, Rollout
+from megatron_rl.types import Branch, Rollout, UserError
 
 
 class BaseOfActor:
@@ -169,6 +171,49 @@ class RewardModelOnSamples(RoleOnSamples):
             scores = share_object(scores, world(), layout.first_rank)
         assert scores is not None
         return scores[np.append(samples.headers.first_of_rollout[1:], len(samples.headers)) - 1]
+
+
+def add_model_scores(source: SourceSpec, rewards: np.ndarray, scores: np.ndarray, titles: Sequence[str]) -> np.ndarray:
+    """Add a reward model's weighted scores to rewards.
+
+    Args:
+        rewards, scores: [num_rollouts] float64.
+        titles: names of the rollouts, for errors.
+
+    Raises:
+        UserError: a score is missing or not finite, or a sum is too large.
+    """
+    if scores.shape != rewards.shape:
+        raise UserError(
+            f"the reward source {source.target} gave {list(scores.shape)} scores to {len(rewards)} rollouts",
+            source="the reward model",
+            expected=f"{len(rewards)} numbers",
+            hint="return one score per rollout, in their order",
+        )
+    if not np.isfinite(scores).all():
+        index = int(np.isfinite(scores).argmin())
+        raise UserError(
+            f"the reward source {source.target} gave {scores[index]} to {titles[index]}",
+            source="the checkpoint in the section reward_model",
+            expected="a finite score",
+            hint="check the checkpoint with transformers",
+        )
+    sums = rewards + source.weight * scores
+    worst = int(np.abs(sums).argmax())
+    if not abs(sums[worst]) <= LARGEST:
+        raise refuse_reward(float(sums[worst]), titles[worst])
+    return sums
+
+
+def score_by_models(
+    models: Mapping[SourceSpec, Callable[[Experience], Sequence[float] | np.ndarray]], samples: Experience
+) -> Experience:
+    """Add the scores of reward models, equal on every rank, to the rewards of samples; collective."""
+    found = {source: np.asarray(score(samples), np.float64) for source, score in models.items()}
+    for source, scores in found.items():
+        titles = samples.headers.rollouts.list_titles()
+        samples = samples.rescore(add_model_scores(source, samples.rewards, scores, titles), source.name, scores)
+    return samples
 
 
 def score_all_rollouts(
