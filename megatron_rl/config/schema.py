@@ -422,7 +422,12 @@ class RunConfig:
         first, _, inner = name.partition(".")
         section = getattr(self, first)
         if first == "reward_model" and inner:
-            return replace(section, **section.further[inner.partition(".")[2]], further={})
+            given = {"further": {}, **section.further[inner.partition(".")[2]]}
+            if given.get("tensor_model_parallel_size") == 1:
+                given.setdefault("sequence_parallel", False)
+            if given.get("pipeline_model_parallel_size") == 1:
+                given.setdefault("virtual_pipeline_model_parallel_size", None)
+            return replace(section, **given)
         return section[inner] if inner else section
 
     def with_sections(self, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:

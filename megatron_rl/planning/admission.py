@@ -44,7 +44,7 @@ class Choice:
         texts = []
         for name, value in wanted.items():
             text = "null" if value is None else str(value).lower()
-            alike = [role for role in job.spec.laid_out_alike if getattr(role.settings, name) != value]
+            alike = [role for role in job.spec.laid_out_alike if getattr(role.settings, name, value) != value]
             texts += [f"{role.section}.{name}={text}" for role in alike]
         if offload:
             texts += [f"{setting}=true" for setting in _offload_settings(job) if not _is_set(job, setting)]
@@ -210,7 +210,10 @@ def _list_choices(job: Job) -> Iterator[Choice]:
 def _apply(job: Job, choice: Choice) -> Job:
     layout = asdict(choice)
     rollout_tp, offload = layout.pop("rollout_tensor_model_parallel_size"), layout.pop("offload")
-    sections: dict[str, dict[str, object]] = {role.section: dict(layout) for role in job.spec.laid_out_alike}
+    sections: dict[str, dict[str, object]] = {
+        role.section: {leaf: value for leaf, value in layout.items() if hasattr(role.settings, leaf)}
+        for role in job.spec.laid_out_alike
+    }
     sections["rollout"] = {"tensor_model_parallel_size": rollout_tp}
     for setting in _offload_settings(job) if offload else ():
         section, _, leaf = setting.rpartition(".")

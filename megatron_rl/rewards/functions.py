@@ -18,6 +18,7 @@ import faulthandler
 import inspect
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -115,19 +116,30 @@ def _refuse(found: str, source: str, hint: str) -> UserError:
     return UserError(found, source=source, expected=_SIGNATURE, hint=hint)
 
 
+def name_models(rewards: Any) -> dict[str, str]:
+    """Name the reward models that a program passes: path or name of the hub -> model:NAME."""
+    named: dict[str, str] = {}
+    for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
+        if isinstance(reward, str) and (
+            Path(reward).is_dir() or ("/" in reward and ":" not in reward and not reward.endswith(".py"))
+        ):
+            target = "model:" + re.sub(r"[^\w-]", "_", Path(reward).name.partition("@")[0])
+            targets = chain([target], (f"{target}_{number}" for number in count(2)))
+            named[reward] = next(target for target in targets if target not in named.values())
+    return named
+
+
 def name_rewards(rewards: Any) -> dict[str, RewardFunction | None]:
-    """Name the rewards that a program passes: functions as "file:name", sources by name as they are (`None`).
+    """Name the rewards that a program passes: functions as "file:name", other sources as in the config (`None`).
 
     Raises:
         UserError: one is no reward.
     """
     named: dict[str, RewardFunction | None] = {}
+    models = name_models(rewards)
     for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
         if isinstance(reward, str):
-            if Path(reward).is_dir():
-                hint = f'write config={{"reward_model": {{"path": {reward!r}}}}}; of several, name others by their URLs'
-                raise _refuse(f"the reward {reward!r} is the directory of a model", "the reward that was passed", hint)
-            named[reward] = None
+            named[models.get(reward, reward)] = None
             continue
         name = name_of(reward)
         check_reward_function(reward, name, "the reward that was passed")

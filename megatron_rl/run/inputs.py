@@ -46,7 +46,7 @@ class Parts:
 
     Attributes:
         reward: a function with verl's signature or TRL's `(prompts, completions, **columns)`, also async, called in
-            the rank; a source of `reward.components` by name; or a list of these.
+            the rank; a source of `reward.components` by name; a reward model by its path; or a list of these.
         weights: of several rewards; default: 1 each.
         adv_estimator: `(AdvantageInputs, AlgorithmConfig)` -> advantages per token; a `RegisteredEstimator` if it needs
             a critic's values or greedy responses.

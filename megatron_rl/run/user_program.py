@@ -319,9 +319,11 @@ def enter_parts(parts: Parts, config: RunConfig) -> RunConfig:
         hint = "name the others with their weights in reward.components"
         raise _refuse("a reward model beside another reward", "the objects that were passed", hint, "one of them")
     if parts.reward is not None or parts.weights is not None:
-        from megatron_rl.rewards.functions import enter_rewards
+        from megatron_rl.rewards.functions import enter_rewards, name_models
 
         reward = enter_rewards(parts.reward, parts.weights, reward)
+        passed = {target.partition(":")[2]: {"path": path} for path, target in name_models(parts.reward).items()}
+        config = replace(config, reward_model=replace(config.reward_model, further=passed))
     return replace(config, algorithm=algorithm, rollout=rollout, reward=reward)
 
 

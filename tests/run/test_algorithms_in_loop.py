@@ -12,8 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
 from distributed import run_ranks
+from megatron_rl.data.tokenizer import load_tokenizer
 from rl_runs import layout_overrides, overrides_for, read_records, train
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
@@ -286,18 +289,21 @@ def test_estimator_and_loss_of_the_users_own(
     assert 'did you mean "best_of_group"' in error
 
 
-def test_reward_model_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_imported: None) -> None:
-    """A random reward model on two TP ranks plus a function; validation draws three responses per prompt.
+def test_reward_models_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """A random reward model on two TP ranks, one on each rank, offloaded, and a function; each has its component.
 
-    A response ends with the token that completes a stop string, and the function reads the text before it.
+    Validation draws three responses per prompt. A response ends with the token that completes a stop string, and the
+    function reads the text before it.
     """
     vocab = json.loads((task / "model/config.json").read_text())["vocab_size"]
-    save_tiny_model(tmp_path / "rm", "qwen2", **ENGINE_SIZES, vocab_size=vocab, num_hidden_layers=2, num_labels=1)
+    for name, family in (("rm", "qwen2"), ("safety", "llama")):
+        save_tiny_model(tmp_path / name, family, **ENGINE_SIZES, vocab_size=vocab, num_hidden_layers=2, num_labels=1)
     extra = [
         f"reward_model.path={tmp_path}/rm",
         "reward_model.tensor_model_parallel_size=2",
         "reward_model.max_tokens_per_microbatch=64",
-        f"reward.components=[2.0 model, 0.5 {task}/reward.py:score]",
+        f"reward_model.further.safety={{path: {tmp_path}/safety, tensor_model_parallel_size: 1, offload: true}}",
+        f"reward.components=[2.0 model, -0.75 model:safety, 0.5 {task}/reward.py:score]",
         "reward.overlong_buffer_length=4",
         "rollout.validation_sets={validation: {n: 3, temperature: 1.0}}",
         "rollout.stop=['=', '+1']",
@@ -306,10 +312,18 @@ def test_reward_model_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_import
         "trainer.total_steps=1",
     ]
     before, record = run(2, overrides_for(task, tmp_path / "run", *extra), tmp_path / "run")
-    expected = 2.0 * record["reward/model"] + 0.5 * record["reward/score"] + record["reward/overlong"]
+    models = 2.0 * record["reward/model"] - 0.75 * record["reward/safety"]
+    expected = models + 0.5 * record["reward/score"] + record["reward/overlong"]
     assert record["reward/mean"] == pytest.approx(expected) and record["reward/overlong"] < 0
     rows = [json.loads(line) for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines()]
     assert len({round(row["reward_components"]["model"], 6) for row in rows}) > 16, "scores differ between responses"
+    tokenizer = load_tokenizer(task / "model")
+    for name, folder in (("model", "rm"), ("safety", "safety")):
+        judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / folder, dtype=torch.float64)
+        for row in rows[::4]:
+            tokens = torch.tensor([[*tokenizer.encode(row["prompt"]), *row["tokens"]]])
+            score = judge(tokens).logits.item()
+            assert row["reward_components"][name] == pytest.approx(score, abs=1e-5, rel=0)
     stopped = [row for row in rows if row["response"].endswith(("=", "+1"))]
     assert len(stopped) > 3 and {row["finish_reason"] for row in stopped} == {"stop"}
     for row in rows:
@@ -331,3 +345,20 @@ def test_reward_model_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_import
     last = np.mean([group[-1] for group in rewards])
     assert before["validation/validation/maj@3"] != pytest.approx(last), "the last answers would do as well"
     assert (tmp_path / "run/checkpoints/latest/huggingface/config.json").is_file()
+
+
+def test_a_reward_model_by_name_is_the_reward_model(task: Path, tmp_path: Path) -> None:
+    """Alone in `further`, it gives the metrics of the same model in `path` to the last bit, updates included."""
+    vocab = json.loads((task / "model/config.json").read_text())["vocab_size"]
+    save_tiny_model(tmp_path / "rm", "qwen2", **ENGINE_SIZES, vocab_size=vocab, num_hidden_layers=2, num_labels=1)
+    records = {}
+    for name, setting in (("model", "path"), ("only", "further.only.path")):
+        extra = [f"reward_model.{setting}={tmp_path}/rm", "data.validation_files=[]", "trainer.save_final=false"]
+        overrides = overrides_for(task, tmp_path / name, *extra, "rollout.engine=hf", "reward.function=null")
+        found = run(1, overrides, tmp_path / name)
+        records[name] = [
+            {key.replace("reward/only", "reward/model"): value for key, value in record.items()} for record in found
+        ]
+    assert records["only"] == records["model"] and len(records["model"]) == 2
+    assert all(record["reward/model"] == record["reward/mean"] for record in records["model"])
+    assert all(record["policy/grad_norm"] > 0 for record in records["model"])

@@ -74,6 +74,7 @@ def test_further_reward_models_take_over_what_they_do_not_say() -> None:
     config = make_config(
         "reward_model.path=taste",
         "reward_model.tensor_model_parallel_size=2",
+        "reward_model.sequence_parallel=true",
         "reward_model.further.safety={path: safe, tensor_model_parallel_size: 1, offload: true}",
         "reward_model.further.facts.path=facts",
         "reward_model.further.idle.path=idle",
@@ -84,6 +85,7 @@ def test_further_reward_models_take_over_what_they_do_not_say() -> None:
     assert [role for role in spec.roles if role.startswith("reward")] == names
     assert [spec.roles[name].path for name in names] == ["taste", "safe", "facts"]
     assert [spec.roles[name].settings.tensor_model_parallel_size for name in names] == [2, 1, 2]
+    assert [spec.roles[name].settings.sequence_parallel for name in names] == [True, False, True]
     assert [spec.roles[name].offload for name in names] == [False, True, False]
     assert spec.roles[names[1]].title == "reward model safety"
     assert {config.placement.ranks_of(name, 4) for name in names} == {range(2)}

@@ -21,7 +21,7 @@ from distributed import run_ranks
 from launch_runs import ROOT, assert_succeeded, fork_ranks, run_script
 from megatron_rl.algorithms.catalog import RegisteredEstimator
 from megatron_rl.engines.local.transformers import HuggingFaceEngine
-from megatron_rl.run.inputs import Parts
+from megatron_rl.run.inputs import Parts, localize
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.user_program import enter_parts
 from megatron_rl.training.roles.actor import Actor
@@ -166,6 +166,22 @@ def test_objects_are_checked() -> None:
     ).config
     with pytest.raises(megatron_rl.UserError, match="reward.workers = 2 beside a reward"):
         enter_parts(Parts(reward=count_digits), workers)
+
+
+def test_reward_models_are_passed_by_path_with_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TRL's `reward_funcs` and `reward_weights`: directories and names of the hub, also two of one name."""
+    (tmp_path / "judge.v2").mkdir()
+    passed = [str(tmp_path / "judge.v2"), "team/judge", "club/judge@main", count_digits, "math"]
+    config = enter_parts(Parts(reward=passed, weights=[0.5, 1, -1, 2, 1]), BASE)
+    names = ["model:judge_v2", "model:judge", "model:judge_2", f"{__file__}:count_digits", "math"]
+    assert [text.split()[1] for text in config.reward.components] == names
+    assert [float(text.split()[0]) for text in config.reward.components] == [0.5, 1, -1, 2, 1]
+    monkeypatch.setattr("megatron_rl.data.hub.fetch_model", lambda name, setting: tmp_path / name / "0123")
+    found, notes = localize(config)
+    paths = {name: given["path"] for name, given in found.reward_model.further.items()}
+    wanted = ("judge.v2", "team/judge/0123", "club/judge@main/0123")
+    assert paths == {name[6:]: str(tmp_path / path) for name, path in zip(names, wanted, strict=False)}
+    assert notes[0] == "reward_model.further.judge.path: team/judge is commit 0123 of the hub" and len(notes) == 2
 
 
 def test_an_object_may_be_passed_again() -> None:

@@ -179,6 +179,17 @@ def test_bad_input_is_one_clear_error(
     assert message in error and "hint:" in error and "Traceback" not in error
 
 
+def test_each_reward_model_is_in_the_plan(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of its own TP is in layouts that split the first; methods are found beside a reward model."""
+    models = ["reward_model.path=/models/Qwen2.5-7B-Instruct", "reward_model.offload=true"]
+    models.append("reward_model.further.small={path: /models/Qwen2.5-0.5B-Instruct, tensor_model_parallel_size: 1}")
+    assert tool.main([SEVEN, *models]) == 0
+    out = capsys.readouterr().out
+    assert "   rewards  reward model small  " in out and "reward_model.tensor_model_parallel_size=2" in out
+    rows = {line[2:20].strip(): line.split() for line in out.splitlines() if line.startswith("  reward model")}
+    assert float(rows["reward model"][-1][:-1]) > 5 * float(rows["reward model small"][-1][:-1]) > 0, "of the seconds"
+
+
 SHORT = ["--lengths=lognormal:400,1.0", "--nodes=2", "data.train_batch_size=32", "actor.ppo_mini_batch_size=32"]
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -193,15 +193,19 @@ def format_plan(plan: Plan, top: int) -> str:
 def _memory_table(plan: Plan) -> list[str]:
     rank = max(plan.memory, key=lambda rank: rank.peak.total)
     kinds = list(dict.fromkeys(kind for phase in rank.phases for kind in phase.parts))
-    limit = plan.job.cluster.memory_bytes
+    limit, widths = plan.job.cluster.memory_bytes, [max(14, len(phase.name) + 2) for phase in rank.phases]
+
+    def line(kind: str, texts: Iterable[str]) -> str:
+        return f"  {kind:18}" + "".join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=True))
+
     lines = [
         f"memory of rank {rank.rank}, the fullest, in GiB (limit {limit / GIB:g})",
-        f"  {'':18}" + "".join(f"{phase.name:>14}" for phase in rank.phases),
+        line("", (phase.name for phase in rank.phases)),
     ]
     for kind in kinds:
-        cells = (phase.parts.get(kind, 0) / GIB for phase in rank.phases)
-        lines.append(f"  {kind:18}" + "".join(f"{cell:14.2f}" if cell else f"{'-':>14}" for cell in cells))
-    lines.append(f"  {'total':18}" + "".join(f"{phase.total / GIB:14.2f}" for phase in rank.phases))
+        sizes = (phase.parts.get(kind, 0) / GIB for phase in rank.phases)
+        lines.append(line(kind, (f"{size:.2f}" if size else "-" for size in sizes)))
+    lines.append(line("total", (f"{phase.total / GIB:.2f}" for phase in rank.phases)))
     lines += _peak_lines(plan)
     host = max(r.host_bytes for r in plan.memory) * plan.job.cluster.gpus_per_node
     if host:
