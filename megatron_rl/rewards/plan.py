@@ -47,6 +47,7 @@ class SourceSpec:
         target: a rule, "path.py:name", or a service URL.
         setting: config setting that names the target, for errors.
         function: `None` for a service.
+        takes_group: see `calls.takes_group`.
     """
 
     name: str
@@ -54,6 +55,7 @@ class SourceSpec:
     target: str
     setting: str
     function: RewardFunction | None
+    takes_group: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class RewardPlan:
     is_sum: bool
     config: RewardConfig
     max_response_length: int
+
+    @property
+    def takes_groups(self) -> bool:
+        """Whether a source scores all responses to a prompt in one call."""
+        return any(source.takes_group for source in self.sources)
 
 
 def build_reward_plan(
@@ -121,7 +128,12 @@ def build_reward_plan(
                     from megatron_rl.rewards.functions import load_reward_function
 
                     loaded = load_reward_function(target, setting)
-            sources.append(SourceSpec(name, weight, target, setting, loaded))
+            takes_group = False
+            if loaded is not None and not isinstance(loaded, Rule):
+                from megatron_rl.rewards.calls import takes_group as find_group
+
+                takes_group = find_group(loaded)
+            sources.append(SourceSpec(name, weight, target, setting, loaded, takes_group))
     model_weight = next(iter(model_weights), None)
     return RewardPlan(tuple(sources), model_weight, bool(config.components), config, max_response_length)
 

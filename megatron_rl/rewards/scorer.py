@@ -45,7 +45,7 @@ class Scorer:
         self._plan, self._decode = plan, decode
         self._sources: list[RewardSource] = []
         self._open = ExitStack()
-        functions = [(spec.target, spec.setting) for spec in plan.sources if spec.function]
+        functions = [(spec.target, spec.setting) for spec in plan.sources if spec.function and not spec.takes_group]
         pool = None
         if config.workers and functions:
             from megatron_rl.rewards.functions import WorkerPool
@@ -54,7 +54,8 @@ class Scorer:
                 functions, config.workers, config.timeout_seconds, answer=config.answer, secrets=config.worker_secrets
             )
             self._open.callback(pool.close)
-        runs_code = pool is None and any(spec.function and not isinstance(spec.function, Rule) for spec in plan.sources)
+        here = [spec for spec in plan.sources if spec.function and (pool is None or spec.takes_group)]
+        runs_code = any(not isinstance(spec.function, Rule) for spec in here)
         left = None
         if runs_code:
             from megatron_rl.rewards.functions import LeftBehind, compute_score, is_batched
@@ -68,7 +69,8 @@ class Scorer:
                 service = RewardService(spec.target, config, spec.setting)
                 self._open.callback(service.close)
                 self._sources.append(service.begin)
-            elif pool is not None:
+            elif spec not in here:
+                assert pool is not None
                 submit = partial(pool.submit, functions.index((spec.target, spec.setting)))
                 self._sources.append(lambda *sample, submit=submit: submit(*sample).result)
             elif isinstance(spec.function, Rule):  # runs when its score is awaited
