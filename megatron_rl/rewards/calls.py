@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of reward functions: their arguments; batches for TRL's signature and for async functions of either signature.
+"""Calls of reward functions: their arguments; batches for TRL's signature, groups, and async functions.
 
     def trl(prompts, completions, **columns) -> list[float | None]      # lists, one element per response
+    def group(prompt, completions, ground_truth) -> list[float | None]  # all responses to one prompt
     async def ours(data_source, solution_str, ground_truth, extra_info) -> float | dict
 
 A batch is all responses that this rank has begun to score when the first score is awaited; in a reward worker, one
-response. TRL's functions also receive `completion_ids` and `trainer_state` (with `global_step`). Chats have completions
-that are lists of one message. A score of `None` counts as 0, as in TRL's sum.
+response; for a function of a group, which runs in the rank, a prompt's responses of one step. TRL's functions also
+receive `completion_ids` and `trainer_state` (with `global_step`); chats have completions that are lists of one message.
+A score of `None` counts as 0, as in TRL's sum.
 """
 
 from __future__ import annotations
@@ -19,17 +21,25 @@ from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.extension.user_code import ProcessExit, locate, refuse_exit
 from megatron_rl.rewards.scoring import RewardFunction, Rule, Score, parse_returned, refuse_score
 from megatron_rl.types import Prompt, Rollout, UserError, text_of
 
 FURTHER_ARGUMENTS = ("prompt", "response_tokens", "finish_reason", "step", "row")
+_OF_GROUP = ("prompt", "completions", "completion_ids", "data_source", "ground_truth", "extra_info", "step", "row")
 _GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")
 
 
 def takes_completions(function: RewardFunction) -> bool:
     """Return whether a reward function has TRL's signature."""
     return "completions" in inspect.signature(function).parameters
+
+
+def takes_group(function: RewardFunction) -> bool:
+    """Return whether a reward function scores all responses to a prompt in one call."""
+    return takes_completions(function) and "prompt" in inspect.signature(function).parameters
 
 
 def is_batched(function: RewardFunction) -> bool:
@@ -79,21 +89,24 @@ def list_arguments(function: RewardFunction, rollout: Rollout, step: int) -> dic
 
 
 class BatchSource:
-    """A reward source that calls its function once for all responses whose scores are missing."""
+    """A reward source that calls its function once for all responses, or all of a prompt, whose scores are missing."""
 
     def __init__(self, function: RewardFunction) -> None:
-        self._function = function
-        self._waiting: list[tuple[Rollout, int, list[Score]]] = []
+        self._function, self._takes_group = function, takes_group(function)
+        self._waiting: dict[tuple[int, int] | None, list[tuple[Rollout, int, list[Score]]]] = {}
 
     def begin(self, rollout: Rollout, step: int) -> Callable[[], Score]:
         """Add a decoded rollout to the batch; the returned function waits for its score."""
         entry: tuple[Rollout, int, list[Score]] = (rollout, step, [])
-        self._waiting.append(entry)
-        return partial(self._wait, entry[2])
+        batch = (rollout.prompt.prompt_id, step) if self._takes_group else None
+        self._waiting.setdefault(batch, []).append(entry)
+        return partial(self._wait, batch, entry[2])
 
-    def _wait(self, score: list[Score]) -> Score:
+    def _wait(self, name: tuple[int, int] | None, score: list[Score]) -> Score:
         if not score:
-            batch, self._waiting = self._waiting, []
+            batch = self._waiting.pop(name)
+            if self._takes_group:  # the function must not see which response ended first
+                batch.sort(key=lambda entry: (entry[0].sample_index, entry[0].response_tokens.tolist()))
             rollouts, steps, slots = zip(*batch, strict=True)
             for slot, found in zip(slots, score_batch(self._function, rollouts, steps), strict=True):
                 slot.append(found)
@@ -109,7 +122,8 @@ def score_batch(function: RewardFunction, rollouts: Sequence[Rollout], steps: Se
     try:
         with refuse_exit():
             if takes_completions(function):
-                found: Any = function(**_list_columns(function, rollouts, steps))
+                of = _list_group if takes_group(function) else _list_columns
+                found: Any = function(**of(function, rollouts, steps))
                 scores = _run(found) if inspect.isawaitable(found) else found
                 scores = list(scores) if isinstance(scores, Iterable) else scores
             else:
@@ -164,22 +178,64 @@ def _list_columns(function: RewardFunction, rollouts: Sequence[Rollout], steps: 
     return {name: value for name, value in columns.items() if name in parameters}
 
 
+def _list_group(function: RewardFunction, rollouts: Sequence[Rollout], steps: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of a function that sees all responses to a prompt, those that it takes."""
+    prompt = rollouts[0].prompt
+    found: dict[str, Any] = {
+        "prompt": prompt.text,
+        "completions": [rollout.response for rollout in rollouts],
+        "completion_ids": [rollout.response_tokens.tolist() for rollout in rollouts],
+        "data_source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": dict(prompt.extra_info),
+        "step": steps[0],
+        "row": dict(prompt.row),
+    }
+    return {name: found[name] for name in _OF_GROUP if name in inspect.signature(function).parameters}
+
+
 def check_columns(function: RewardFunction, prompts: Sequence[Prompt], setting: str) -> None:
-    """Refuse a function with TRL's signature that needs a column of no row (UserError)."""
+    """Refuse a function of batches or groups with a parameter that has no value (UserError)."""
     if not takes_completions(function):
         return
-    columns = {name: None for prompt in prompts for name in prompt.row}
+    sees_group = takes_group(function)
+    columns = {name: None for prompt in prompts for name in prompt.row} if not sees_group else {}
+    given = _OF_GROUP if sees_group else _GIVEN
     missing = [
         name
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        and name not in (*_GIVEN, *columns)
+        and name not in (*given, *columns)
     ]
     if missing:
         raise UserError(
-            f"the reward function takes {', '.join(missing)}, and no row has such a column",
+            f"the reward function takes {', '.join(missing)}, and "
+            + ("a group of responses has no such argument" if sees_group else "no row has such a column"),
             source=f"{setting} = {file_of(function)}:{getattr(function, '__name__', type(function).__name__)}",
-            expected=f"of {', '.join([*_GIVEN, *columns])}",
-            hint="rename the parameter or the column, or give the parameter a default",
+            expected=f"of {', '.join([*given, *columns])}",
+            hint="read columns from `row`" if sees_group else "rename parameter or column, or give it a default",
+        )
+
+
+def check_dispatch(dispatch: str, num_engines: int) -> None:
+    """Refuse a function of a group if the responses to a prompt may be on several engines (UserError)."""
+    if num_engines > 1 and dispatch != "groups":
+        raise UserError(
+            f"rollout.dispatch={dispatch} with {num_engines} engines, and a reward scores all responses to a prompt",
+            source="rollout.dispatch and reward",
+            expected="rollout.dispatch=groups",
+            hint="set it: an engine then samples all responses to a prompt",
+        )
+
+
+def check_holders(prompt_id: np.ndarray, group: np.ndarray, holder: np.ndarray) -> None:
+    """Refuse groups on several engines, which a resumed run may have begun (UserError); arrays [sequences]."""
+    is_split = (group[1:] == group[:-1]) & (holder[1:] != holder[:-1])
+    if is_split.any():
+        raise UserError(
+            f"the responses to prompt_id {prompt_id[is_split.argmax()]} are on several engines",
+            source="reward and the resumed checkpoint",
+            expected="all on one, for a reward that scores them in one call",
+            hint="start from the checkpoint's weights: it has samples that were dispatched one by one",
         )

@@ -44,6 +44,7 @@ class SourceSpec:
         target: a rule, "path.py:name", a service URL, or a reward model, "model" or "model:NAME".
         setting: config setting that names the target, for errors.
         function: `None` for a service or model.
+        takes_group: see `calls.takes_group`.
     """
 
     name: str
@@ -51,6 +52,7 @@ class SourceSpec:
     target: str
     setting: str
     function: RewardFunction | None
+    takes_group: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class RewardPlan:
     is_sum: bool
     config: RewardConfig
     max_response_length: int
+
+    @property
+    def takes_groups(self) -> bool:
+        """Whether a source scores all responses to a prompt in one call."""
+        return any(source.takes_group for source in self.sources)
 
 
 def build_reward_plan(
@@ -116,7 +123,12 @@ def build_reward_plan(
                 from megatron_rl.rewards.functions import load_reward_function
 
                 loaded = load_reward_function(target, setting)
-        sources[name] = SourceSpec(name, weight, target, setting, loaded)
+        takes_group = False
+        if loaded is not None and not isinstance(loaded, Rule):
+            from megatron_rl.rewards.calls import takes_group as find_group
+
+            takes_group = find_group(loaded)
+        sources[name] = SourceSpec(name, weight, target, setting, loaded, takes_group)
     models = tuple(source for source in sources.values() if source.target in config.models)
     local = tuple(source for source in sources.values() if source not in models)
     return RewardPlan(local, models, bool(config.components), config, max_response_length)
@@ -177,12 +189,11 @@ def _parse_component(text: str, setting: str) -> tuple[float, str]:
         value = float(weight)
     except ValueError:
         value = math.nan
-    is_idle_model = value == 0 and target.strip().partition(":")[0] == REWARD_MODEL
-    if not math.isfinite(value) or not target.strip() or is_idle_model:
+    if not math.isfinite(value) or not target.strip():
         raise UserError(
             f'"{text}" is not a weight and a source',
             source=setting,
-            expected="WEIGHT SOURCE, the weight of a reward model not 0",
+            expected="WEIGHT SOURCE",
             hint="write e.g. '1.0 math', '0.1 my_reward.py:brevity', '0.5 model' or '0.3 model:NAME'",
         )
     return value, target.strip()

@@ -39,13 +39,14 @@ class Scorer:
 
     Attributes:
         is_concurrent: whether scoring starts before `finish`.
+        takes_groups: whether a source scores all responses to a prompt in one call.
     """
 
     def __init__(self, plan: RewardPlan, config: RewardConfig, decode: Callable[[Sequence[int]], str]) -> None:
         self._plan, self._decode = plan, decode
         self._sources: list[RewardSource] = []
         self._open = ExitStack()
-        functions = [(spec.target, spec.setting) for spec in plan.sources if spec.function]
+        functions = [(spec.target, spec.setting) for spec in plan.sources if spec.function and not spec.takes_group]
         pool = None
         if config.workers and functions:
             from megatron_rl.rewards.functions import WorkerPool
@@ -54,7 +55,8 @@ class Scorer:
                 functions, config.workers, config.timeout_seconds, answer=config.answer, secrets=config.worker_secrets
             )
             self._open.callback(pool.close)
-        runs_code = pool is None and any(spec.function and not isinstance(spec.function, Rule) for spec in plan.sources)
+        here = [spec for spec in plan.sources if spec.function and (pool is None or spec.takes_group)]
+        runs_code = any(not isinstance(spec.function, Rule) for spec in here)
         left = None
         if runs_code:
             from megatron_rl.rewards.functions import LeftBehind, compute_score, is_batched
@@ -68,7 +70,8 @@ class Scorer:
                 service = RewardService(spec.target, config, spec.setting)
                 self._open.callback(service.close)
                 self._sources.append(service.begin)
-            elif pool is not None:
+            elif spec not in here:
+                assert pool is not None
                 submit = partial(pool.submit, functions.index((spec.target, spec.setting)))
                 self._sources.append(lambda *sample, submit=submit: submit(*sample).result)
             elif isinstance(spec.function, Rule):  # runs when its score is awaited
@@ -82,6 +85,7 @@ class Scorer:
         if left:
             self._open.callback(left.kill)  # at the end, before requests in flight are waited for
         self.is_concurrent = any(spec.function is None or pool is not None for spec in plan.sources)
+        self.takes_groups = plan.takes_groups
         self._begun: dict[int, tuple[Rollout, Rollout, list[Callable[[], Score]]]] = {}
 
     def begin(self, rollout: Rollout, step: int = 0) -> None:

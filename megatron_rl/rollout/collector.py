@@ -255,8 +255,8 @@ class Collector:
         """
         scorer, engines = self._rewards.scorer, self.generator.engines
         engine, place = engines.find(self._group.rank())
-        # Only the engine's first rank has started scoring, or has the results of episodes.
-        if scorer.is_concurrent or self._config.agents.has_episodes:
+        # Only the engine's first rank has started scoring, or has the results of episodes, or scores whole groups.
+        if scorer.is_concurrent or self._config.agents.has_episodes or scorer.takes_groups:
             mine = held if place == 0 else []
         else:
             mine = held[place :: engines.width]
@@ -270,7 +270,12 @@ class Collector:
         pairs = zip((index for index, _ in mine), scored, strict=True)
         mask_truncated = self._config.algorithm.mask_truncated
         headers = build_headers(pairs, holder=engine, mask_truncated=mask_truncated, with_answers=with_answers)
-        return gather_headers(headers, self._group)
+        headers, num_bytes = gather_headers(headers, self._group)
+        if scorer.takes_groups:
+            from megatron_rl.rewards.calls import check_holders
+
+            check_holders(headers["prompt_id"], headers["group"], headers["holder"])
+        return headers, num_bytes
 
     def close(self) -> None:
         """Stop the workers of reward sources and close the engine."""

@@ -260,12 +260,13 @@ class RolloutStream:
     def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Load the samples of all ranks: on their previous engines, or evenly if the number of engines has changed."""
         mine, num_engines = self._generator.engine_index, len(self._generator.engines.of)
+        unit = self._group_size if self._rollout.dispatch == "groups" else 1
         self._carried.drop(self._carried.keys)
         for state in states:
             engine, of = state["engine"].tolist()
 
             def is_mine(key: int, engine: int = engine, of: int = of) -> bool:
-                return (engine if of == num_engines else key % num_engines) == mine
+                return (engine if of == num_engines else key // unit % num_engines) == mine
 
             self._carried.load(state, is_mine)
 

@@ -257,6 +257,10 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
                 hint="a set is called after its file",
             )
     plan = BatchPlan.build(config, world_size, spec, len(train.prompts))
+    if reward_plan.takes_groups:
+        from megatron_rl.rewards.calls import check_dispatch
+
+        check_dispatch(rollout.dispatch, plan.num_engines)
     trainer, idle = config.trainer, []
     if trainer.critic_warmup and "critic" not in spec.roles:
         idle.append(f"ignored: trainer.critic_warmup={trainer.critic_warmup}, there is no critic")

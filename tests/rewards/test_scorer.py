@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.rewards.plan import build_reward_plan
+from megatron_rl.rewards.calls import check_dispatch, check_holders
+from megatron_rl.rewards.plan import build_reward_plan, check_truths
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rewards.scoring import COUNTS
 from megatron_rl.types import Rollout, UserError
@@ -207,3 +209,66 @@ def test_unreachable_service_stops_or_falls_back():
         scored = scorer.finish(rollouts)
     assert scored[0].reward == 1.0
     assert scored[0].reward_components == {"exact": 1.0, "service": 0.0, "service_failures": 1.0}
+
+
+GROUP = """
+def rank(prompt, completions, ground_truth, extra_info, step, *, scale=1.0):
+    \"\"\"Share of the other responses that are longer; the arguments are noted.\"\"\"
+    with open({log!r}, "a") as log:
+        print(prompt, completions, ground_truth, extra_info, step, file=log)
+    return [sum(len(b) > len(a) for b in completions) / max(len(completions) - 1, 1) for a in completions]
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("num_begun", [0, 3, 8])
+def test_group_reward_sees_all_responses_to_a_prompt(tmp_path, workers, num_begun):
+    """One call per prompt and step, in order of the samples, beside a rule and a function in workers."""
+    (tmp_path / "group.py").write_text(GROUP.format(log=str(tmp_path / "log")))
+    single = write_function(tmp_path, "return float(len(solution_str))")
+    texts = [("a", "bbb", "cc"), ("dddd", "e", "ff")]
+    rollouts = [
+        replace(make_rollout(text, prompt_id=prompt, sample_index=i), response="")
+        for prompt, group in enumerate(texts)
+        for i, text in enumerate(group)
+    ]
+    components = [f"1 {tmp_path / 'group.py'}:rank", f"10 {single}", "0 exact"]
+    later = [make_rollout("x" * n, prompt_id=0, sample_index=n) for n in (0, 1)]  # of step 2, one of them not begun
+    with open_scorer(components=components, workers=workers) as scorer:
+        for rollout in [*reversed(rollouts), later[1]][:num_begun]:
+            scorer.begin(rollout, 2 if rollout is later[1] else 1)
+        found = scorer.finish(rollouts, 1)
+        assert [r.reward for r in found] == pytest.approx([1 + 10, 30, 0.5 + 20, 40, 1 + 10, 0.5 + 20])
+        assert found[2].reward_components["rank"] == 0.5
+        assert [r.reward for r in scorer.finish(later, 2)] == pytest.approx([1, 10])
+    calls = (tmp_path / "log").read_text().splitlines()
+    assert sorted(calls) == [
+        "37+45= ['', 'x'] 82 {'level': 3} 2",
+        "37+45= ['a', 'bbb', 'cc'] 82 {'level': 3} 1",
+        "37+45= ['dddd', 'e', 'ff'] 82 {'level': 3} 1",
+    ]
+
+
+def test_mistakes_of_group_rewards(tmp_path):
+    """A parameter without a value, a wrong number of scores, and responses that may be on several engines."""
+    (tmp_path / "group.py").write_text(
+        "def needs(prompt, completions, answer): return []\ndef short(prompt, completions): return [1.0]\n"
+    )
+    plans = [
+        build_reward_plan(RewardConfig(function=f"{tmp_path / 'group.py'}:{name}"), 10) for name in ("needs", "short")
+    ]
+    with pytest.raises(UserError, match="takes answer, and a group of responses has no such argument"):
+        check_truths(plans[0], [make_rollout().prompt])
+    assert check_truths(plans[1], [make_rollout().prompt]) == []
+    with open_scorer(function=f"{tmp_path / 'group.py'}:short") as scorer:
+        with pytest.raises(UserError, match="returned 1 scores for 2 completions"):
+            scorer.finish([make_rollout(text, sample_index=i) for i, text in enumerate("ab")])
+    assert plans[1].takes_groups and not build_reward_plan(RewardConfig(rule="math"), 10).takes_groups
+    check_dispatch("auto", 1)
+    check_dispatch("groups", 2)
+    with pytest.raises(UserError, match="rollout.dispatch=auto with 2 engines"):
+        check_dispatch("auto", 2)
+    ids, group = np.array([7, 7, 9, 9]), np.array([0, 0, 1, 1])
+    check_holders(ids, group, np.array([1, 1, 0, 0]))
+    with pytest.raises(UserError, match="the responses to prompt_id 9 are on several engines"):
+        check_holders(ids, group, np.array([1, 1, 0, 1]))

@@ -268,6 +268,24 @@ def test_dynamic_sampling_fills_the_batch_with_informative_groups(
     assert record["sampling/filled_groups"] == 8 - record["sampling/informative_groups"] > 0
 
 
+def test_group_reward_compares_the_responses_to_a_prompt(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """The rank of a response in its group, on two engines that sample whole groups."""
+    (tmp_path / "reward.py").write_text(
+        "def rank(prompt, completions):\n    return [sorted(completions).index(text) for text in completions]\n"
+    )
+    settings = ["trainer.total_steps=1", "data.validation_files=[]", "trainer.save_final=false"]
+    settings += [f"reward.function={tmp_path}/reward.py:rank", "rollout.dispatch=groups", "trainer.log_rollouts=-1"]
+    run(2, overrides_for(task, tmp_path / "run", *settings), tmp_path / "run")
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines():
+        groups.setdefault(json.loads(line)["prompt_id"], []).append(json.loads(line))
+    assert [len(group) for group in groups.values()] == [4] * 8
+    for group in groups.values():
+        texts = [row["response"] for row in group]
+        assert [row["reward"] for row in group] == [sorted(texts).index(text) for text in texts]
+    assert any(len({row["reward"] for row in group}) > 2 for group in groups.values())
+
+
 def test_estimator_and_loss_of_the_users_own(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_imported: None
 ) -> None:
