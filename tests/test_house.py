@@ -61,7 +61,6 @@ BEHIND_DOORS = (
     "config.suggestions",
     "data.chats",
     "data.chosen_order",
-    "data.pass_rates",
     "data.passed_rows",
     "engines.endings",
     "engines.local.",

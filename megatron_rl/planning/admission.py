@@ -219,10 +219,10 @@ def _apply(job: Job, choice: Choice) -> Job:
 
 
 def _offload_settings(job: Job) -> list[str]:
-    settings = [
-        f"{role.section}.{leaf}" for leaf in ("offload_gradients", "offload_optimizer") for role in job.spec.trained
+    settings = [f"{role.section}.offload_optimizer" for role in job.spec.trained]
+    return ["actor.offload_gradients", *settings] + [
+        f"{role.name}.offload" for role in job.spec.roles.values() if not role.trainable
     ]
-    return settings + [f"{role.name}.offload" for role in job.spec.roles.values() if not role.trainable]
 
 
 def _is_set(job: Job, setting: str) -> bool | str:
