@@ -92,21 +92,22 @@ def describe_set(headers: Headers, group_size: int) -> dict[str, float]:
     }
 
 
-def choose_rows(file: str, rows: Sequence[Mapping[str, Any]], low: float, high: float) -> list[dict[str, Any]]:
-    """Return the rows of a prompt file with a pass rate from `low` to `high`, the share of rewards of 0.5 or more.
+def write_chosen(path: Path, file: str, rollouts: Sequence[Mapping[str, Any]], low: float, high: float) -> None:
+    """Write the rows of a prompt file with a pass rate from `low` to `high`, the share of rewards of 0.5 or more.
 
     Args:
-        rows: the rollouts, as written; a response without a reward, of a failed episode or service, does not count, and
+        rollouts: rows of the log; a response without a reward, of a failed episode or service, does not count, and
             the overlong penalty is no part of the reward.
     """
     correct: dict[int, list[bool]] = {}
-    for row in rows:
+    for row in rollouts:
         components = row["reward_components"]
         if has_reward(row["finish_reason"], components):
             is_correct = row["reward"] - components.get(OVERLONG, 0.0) >= CORRECT_FROM
             correct.setdefault(row["prompt_id"], []).append(is_correct)
     rates = {prompt: sum(found) / len(found) for prompt, found in correct.items()}
-    return [row.columns for row in read_rows([file]) if low <= rates.get(row.index, -1.0) <= high]
+    chosen = [row.columns for row in read_rows([file]) if low <= rates.get(row.index, -1.0) <= high]
+    path.write_text("".join(f"{json.dumps(row, default=str)}\n" for row in chosen), encoding="utf-8")
 
 
 def evaluate(
@@ -155,9 +156,7 @@ def evaluate(
             if world().rank() == 0:
                 write_rows(rollouts_dir / name, weights.step, rows)
                 if choose is not None:
-                    chosen = choose_rows(files[name], rows, *choose)
-                    text = "".join(f"{json.dumps(row, default=str)}\n" for row in chosen)
-                    (rollouts_dir / name / "chosen.jsonl").write_text(text, encoding="utf-8")
+                    write_chosen(rollouts_dir / name / "chosen.jsonl", files[name], rows, *choose)
     engine_layout = config.actor if inputs.plan.engine_is_actor else config.rollout
     return {
         "model": str(weights.path),

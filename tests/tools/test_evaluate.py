@@ -16,7 +16,7 @@ import pytest
 from distributed import run_ranks
 from launch_runs import assert_succeeded, fork_program
 from rl_runs import layout_overrides, overrides_for, read_records, train
-from tools._evaluation import choose_rows
+from tools._evaluation import write_chosen
 from tools._weights import find_weights
 from tools.viewer.rollout_page import write_page
 
@@ -123,7 +123,8 @@ def test_prompts_are_chosen_by_their_pass_rates(tmp_path: Path) -> None:
     rows += [rows[0] | {"prompt_id": i} | change for i in (2, 4) for change in failed]
 
     def choose(low: float, high: float) -> list[int]:
-        return [int(row["prompt"][-1]) for row in choose_rows(str(tmp_path / "train.jsonl"), rows, low, high)]
+        write_chosen(tmp_path / "chosen.jsonl", str(tmp_path / "train.jsonl"), rows, low, high)
+        return [int(json.loads(line)["prompt"][-1]) for line in (tmp_path / "chosen.jsonl").read_text().splitlines()]
 
     assert (choose(0.25, 0.5), choose(0.3, 0.9), choose(0, 1)) == ([1, 2], [2], [0, 1, 2, 3])
 
