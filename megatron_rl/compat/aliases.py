@@ -51,6 +51,7 @@ _EARLIER = {
     "agents.episode_timeout_seconds": Ignored("agents.turn_timeout_seconds bounds each answer"),
     **each("agents.max_failed_share reward.max_failed_share", Only((0.5,), "set trainer.max_failed_share instead")),
     "agents.workers": Ignored("an engine's episodes are forked from one process"),
+    **each("critic.offload_gradients critic.overlap_grad_reduce", Ignored("the actor's setting decides for both")),
     "critic.enable": Ignored("algorithm.adv_estimator decides: there is a critic if it needs values"),
     "critic.quantization": Only(("none",), "only the policy learns adapters of a model in four bits"),
     "observability.console_every": Ignored("the console has a line for each step"),

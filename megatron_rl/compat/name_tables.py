@@ -192,7 +192,7 @@ _ACTOR: dict[str, Alias] = trainable_names("actor") | {
 }
 
 _CRITIC: dict[str, Alias] = trainable_names("critic") | {
-    **each("megatron.grad_offload engine.grad_offload", SameAs("actor.offload_gradients")),
+    **each("megatron.grad_offload engine.grad_offload", Ignored("actor.offload_gradients decides for both")),
     "model.path": Renamed("critic.path"),
     **{f"model.{name}": alias for name, alias in lora_names("critic").items()},
     "model.enable_gradient_checkpointing": Renamed("critic.recompute_granularity", CHECKPOINTING, closed=True),
