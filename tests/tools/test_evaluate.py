@@ -110,7 +110,7 @@ def test_a_checkpoint_in_another_layout(
 
 
 def test_prompts_are_chosen_by_their_pass_rates(tmp_path: Path) -> None:
-    """Both ends of the range count; a length penalty makes no answer wrong; a failed episode says nothing."""
+    """Both ends of the range count; a length penalty makes no answer wrong; a failed episode does not count."""
     (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "text {i}"}}\n' for i in range(6)))
     right, wrong = {"reward": 0.25, "reward_components": {"math": 1.0, "overlong": -0.75}}, {"reward": 0.0}
     rates = {0: 0, 1: 1, 2: 2, 3: 4}  # row 4 has failed episodes only, row 5 was not measured
