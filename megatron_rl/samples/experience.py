@@ -284,14 +284,12 @@ class Experience:
         return found
 
     def _restore(self, index: int, branches: list[Branch], decode: Callable[[list[int]], str]) -> Rollout:
-        row, turns = self.headers.rows[index], find_runs(branches)
-        if not self._payload.has_episodes:
-            turns = [Turn(0, turns[0].start, turns[-1].stop)]
+        row = self.headers.rows[index]
         rollout = Rollout(
             self.prompts[row["group"]],
             int(row["sample_index"]),
             branches,
-            turns,
+            find_runs(branches),
             FINISH_REASONS[row["finish_reason"]],
             reward=float(row["reward"]),
             reward_components=self.headers.reported(index),
