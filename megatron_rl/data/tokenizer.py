@@ -9,7 +9,7 @@ always an EOS, which replaces a missing padding token.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -67,8 +67,8 @@ class SentencePieceTokenizer:
         """See `HuggingFaceTokenizer.read_vocabulary`."""
         return {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """See `HuggingFaceTokenizer.decode`."""
+    def decode(self, ids: Sequence[int], keep: Collection[str] = ()) -> str:
+        """See `HuggingFaceTokenizer.decode`; special tokens have no text, so `keep` is ignored."""
         return self._model.decode([int(i) for i in ids if i not in self._special and 0 <= i < self.vocab_size])
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -124,10 +124,12 @@ class HuggingFaceTokenizer:
         """Return token -> id for all tokens."""
         return self._tokenizer.get_vocab()
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens."""
+    def decode(self, ids: Sequence[int], keep: Collection[str] = ()) -> str:
+        """Return the text of `ids` without special tokens, except those in `keep`."""
         known = [int(i) for i in ids if 0 <= i < self.vocab_size]
-        return self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if keep:
+            known = [i for i in known if i not in self._special or self._special[i] in keep]
+        return self._tokenizer.decode(known, skip_special_tokens=not keep, clean_up_tokenization_spaces=False)
 
     @cached_property
     def _special(self) -> dict[int, str]:

@@ -229,9 +229,10 @@ def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
 def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
     values = {setting.name: setting for setting in settings}
     estimator, n = values.get("algorithm.adv_estimator"), values.get("rollout.n")
-    asks_for_groups = n is not None and isinstance(n.value, int) and n.value > 1
     names_critic = any(name.startswith("critic.") and one.layer != ASSUMED for name, one in values.items())
-    if estimator is None or estimator.value != "gae" or not asks_for_groups or names_critic:
+    if estimator is None or estimator.value != "gae" or names_critic:
+        return []
+    if n is None or not isinstance(n.value, int) or n.value == 1:
         return []
     return [
         f"contradiction: {describe(estimator)} needs a critic, and {describe(n)} asks for groups, as runs without a "
