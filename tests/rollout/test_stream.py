@@ -424,7 +424,7 @@ def test_responses_of_older_checkpoints_begin_again() -> None:
     found.load({name: torch.tensor(values) for name, values in arrays.items()}, lambda key: True)
     assert found.keys == [4, 1, 2] and sorted(found.find_unfinished()) == [1, 2, 4]
     requests = receive(found, [], 6)
-    assert [(key, num_sampled) for key, *_, num_sampled in requests] == [(4, 0), (1, 0), (2, 0)]
+    assert [(key, num_sampled) for key, *_, num_sampled in requests] == [(1, 0), (2, 0), (4, 0)]
 
 
 def _take_from_a_faulty_engine(rank: int, world_size: int, loses_responses: bool) -> tuple[str, str]:
