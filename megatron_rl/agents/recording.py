@@ -77,6 +77,7 @@ class Recording:
         version: int,
         kept: KeptSets | None = None,
         routes: np.ndarray | None = None,
+        inserted: np.ndarray | None = None,
         *,
         is_whole: bool = True,
     ) -> None:
@@ -84,6 +85,7 @@ class Recording:
 
         Args:
             tokens, logprobs: [s], new tokens only.
+            inserted: [s] bool, tokens that were not sampled, if any.
             kept: [s] token sets that truncated sampling drew the new tokens from.
             version: policy version.
             routes: expert choices for all tokens up to the reply's end, as in `Sampled`.
@@ -96,7 +98,8 @@ class Recording:
         self.interrupted = 0 if is_whole else self.interrupted + len(tokens)
         if is_whole or self.interrupted:
             self._turns.append(Turn(self._current, start, context.length + len(tokens)))
-            context.append(_Part(np.asarray(tokens, np.int32), np.asarray(logprobs), version, True, kept))
+            sampled = True if inserted is None else ~inserted
+            context.append(_Part(np.asarray(tokens, np.int32), np.asarray(logprobs), version, sampled, kept))
             context.add_routes(routes, version)
 
     def last_reply(self) -> tuple[list[int], list[float]]:

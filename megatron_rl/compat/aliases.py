@@ -69,8 +69,6 @@ _EARLIER = {
     "reward_model.logprob_chunk_tokens": Only((None, 512), "a reward model has no log-probs of tokens"),
     "reward_model.share_prompts": Only((True,), _GONE),
     "reward_model.recompute_granularity": Only(("none",), _GONE),
-    "rollout.thinking_budget": Only((), "data.max_response_length bounds a response with its thought"),
-    "rollout.thinking_end": Ignored("no text is put into a response"),
     "trainer.breakpoint_step": Only((), "set a breakpoint in the IDE that trainer.debug_rank waits for"),
     "rollout.server.start_seconds": Only((600.0,), "rollout.server.silent_seconds bounds the start as well"),
 }

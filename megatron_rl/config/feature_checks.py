@@ -315,23 +315,48 @@ def _check_validation_sets(config: CheckedConfig) -> None:
         "temperature": lambda value: value >= 0,
         "top_p": lambda value: 0 < value <= 1,
         "top_k": lambda value: isinstance(value, int) and (value == -1 or value > 0),
+        "thinking_budget": lambda value: isinstance(value, int) and value > 0,
     }
     for name, settings in config.get("rollout.validation_sets").items():
         is_right = isinstance(settings, dict) and all(
-            leaf in bounds and isinstance(value, int | float) and not isinstance(value, bool) and bounds[leaf](value)
+            leaf in bounds
+            and isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and bounds[leaf](value)
+            or (leaf, value) == ("thinking_budget", None)
             for leaf, value in settings.items()
         )
         is_known = config.require(
             is_right,
             "rollout.validation_sets",
             f"has {settings!r} for {name!r}",
-            expected="n >= 1, temperature >= 0, 0 < top_p <= 1, top_k > 0 or -1, and nothing else",
+            expected="n >= 1, temperature >= 0, 0 < top_p <= 1, top_k > 0 or -1, thinking_budget > 0 or null, and "
+            "nothing else",
             hint="e.g. {aime: {n: 32, temperature: 0.6, top_p: 0.95}}",
         )
         config.mistakes.refused.update(() if is_known else ("rollout.validation_sets",))
 
 
 _EPISODES = ("agents.environment", "agents.tools", "agents.program")
+
+
+def _check_thinking(config: CheckedConfig) -> None:
+    """Refuse a thinking budget, which inserts tokens into responses, with episodes or `trainer.capture_step`."""
+    name, budget = "rollout.thinking_budget", config.get("rollout.thinking_budget")
+    sets = (config.get("rollout.for_validation")(one) for one in ("", *config.get("rollout.validation_sets")))
+    if budget is None and all(one.thinking_budget is None for one in sets):
+        return
+    for other in _EPISODES:
+        config.require(
+            not config.get(other),
+            name,
+            f"with {other}: the transcript of an episode, and what its program is told, are the tokens that the engine "
+            "sampled",
+            expected="null",
+            hint=f"leave out {other} or the budget; agents.max_turns and data.max_response_length bound episodes",
+        )
+    why = f"with {name}: a capsule holds the tokens that were sampled"
+    config.allow("trainer.capture_step", None, why, f"leave out {name}")
 
 
 def _check_sampling(config: CheckedConfig) -> None:
@@ -553,6 +578,7 @@ _RULES = (
     _check_zero_stages,
     _check_engine,
     _check_sampling,
+    _check_thinking,
     _check_precision,
     _check_bitwise,
     _check_server,

@@ -322,6 +322,7 @@ class ValidationSampling:
     temperature: float
     top_p: float
     top_k: int
+    thinking_budget: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,6 +358,17 @@ class SamplingSettings:
         " sets.",
         "tokens",
     )
+    thinking_budget: int | None = option(
+        None,
+        "End a thought at this token of the response with rollout.thinking_end; null: never.",
+        "tokens",
+        gt=0,
+        wrong="is no number of tokens",
+        hint="null: no budget",
+    )
+    thinking_end: str = option(
+        "\n</think>\n\n", "Text that ends a thought at thinking_budget, closing tag included; not learned from."
+    )
     max_kept_tokens: int = option(
         1024,
         "top_p, min_p, min_tokens: most tokens to draw from, the likeliest ones (sampling/kept_at_limit).",
@@ -377,7 +389,9 @@ class SamplingSettings:
     validation_n: int = option(
         1, "Responses per validation prompt; 2 or more: mean@k, pass@k, maj@k.", "responses", ge=1
     )
-    validation_sets: dict[str, Any] = option({}, "Exceptions by set: its name -> any of n, temperature, top_p, top_k.")
+    validation_sets: dict[str, Any] = option(
+        {}, "Exceptions by set: its name -> any of n, temperature, top_p, top_k, thinking_budget."
+    )
 
     @property
     def is_truncated(self) -> bool:
@@ -393,6 +407,10 @@ class SamplingSettings:
     def for_validation(self, name: str) -> ValidationSampling:
         """Return the sampling of a validation set: common settings, overridden by the set's own."""
         common = ValidationSampling(
-            self.validation_n, self.validation_temperature, self.validation_top_p, self.validation_top_k
+            self.validation_n,
+            self.validation_temperature,
+            self.validation_top_p,
+            self.validation_top_k,
+            self.thinking_budget,
         )
         return replace(common, **self.validation_sets.get(name, {}))

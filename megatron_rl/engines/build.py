@@ -73,6 +73,10 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
         from megatron_rl.engines.wrappers import OneTurn
 
         requests = OneTurn(engine)
+    if spec.thoughts is not None:
+        from megatron_rl.engines.wrappers import ThinkingBudget
+
+        requests = ThinkingBudget(requests, spec.thoughts)
     ranks = (
         engine.engine_ranks
         if isinstance(engine, PlacedEngine)

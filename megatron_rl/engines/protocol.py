@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_rl.config.schema import RolloutConfig
-    from megatron_rl.engines.endings import StopStrings
+    from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.parallel.collectives import Process
     from megatron_rl.parallel.layout import EngineRanks
     from megatron_rl.types import KeptSets, RouteShape
@@ -45,6 +45,7 @@ class SamplingConfig:
         top_k: keeps this many most likely tokens; -1 is off.
         min_p: keeps tokens at least this fraction as likely as the best; 0 is off.
         max_kept_tokens: maximum set size.
+        thinking_budget: response tokens after which an open thought is closed (`engines.wrappers`).
         min_tokens: response length below which no stop token or string ends it.
     """
 
@@ -56,6 +57,7 @@ class SamplingConfig:
     min_p: float = 0.0
     max_kept_tokens: int = 1024
     min_tokens: int = 0
+    thinking_budget: int | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -147,6 +149,7 @@ class Sampled:
         num_cached: number of request tokens found in the prefix cache, if reported.
         routes: [n, layers, choices] experts of request and response tokens, if `EngineSpec.records_routes`; unknown for
             the last token, which is never fed.
+        inserted: [s] bool, true for tokens inserted by `engines.wrappers` with log-prob 0 and no kept set, if any.
         scores: `token_requests.Scores`, if the request has `extras`.
     """
 
@@ -157,6 +160,7 @@ class Sampled:
     kept: KeptSets | None = None
     num_cached: int | None = None
     routes: np.ndarray | None = None
+    inserted: np.ndarray | None = None
     scores: Any = None
 
 
@@ -176,6 +180,7 @@ class EngineSpec:
         adapters: adapters that the engine keeps apart; `None` if merged into the weights.
         stop: stop strings, checked after each token.
         records_routes: responses contain the experts of each token.
+        thoughts: tags of thoughts, if `rollout.thinking_budget` is set.
     """
 
     model_path: str
@@ -192,6 +197,7 @@ class EngineSpec:
     adapters: AdapterShape | None = None
     stop: StopStrings | None = None
     records_routes: bool = False
+    thoughts: Thoughts | None = None
 
     @property
     def route_shape(self) -> RouteShape | None:

@@ -80,7 +80,8 @@ def _has_kept_sets(response: Sampled, has_whole: bool) -> bool:
         return False
     rows = np.repeat(np.arange(len(kept.counts)), kept.counts)
     has_token = np.bincount(rows[kept.ids == response.tokens[rows]], minlength=len(kept.counts)) > 0
-    return bool((has_token | (has_whole & (kept.counts == 0))).all())
+    is_free = has_whole if response.inserted is None else has_whole | response.inserted
+    return bool((has_token | (is_free & (kept.counts == 0))).all())
 
 
 def add_gumbel_noise(scaled: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:

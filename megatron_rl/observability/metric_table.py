@@ -63,6 +63,7 @@ ROWS: tuple[Metric, ...] = (
            "tokens"),
     Metric("sampling/kept_max", "largest such set", "tokens"),
     Metric("sampling/kept_at_limit", "tokens whose set has rollout.max_kept_tokens members", "share"),
+    Metric("sampling/thoughts_ended", "responses whose thought rollout.thinking_budget ended", "share"),
     Metric("validation/<set>/accuracy", "mean correctness on a set", console="val {set} {:.4f}",
            chart="validation accuracy"),
     Metric("validation/<set>/mean@<k>", "mean over rollout.validation_n = k responses to each prompt"),

@@ -155,7 +155,8 @@ class Collector:
         config, metrics = self._config, {}
         for name, prompt_set in validation.items():
             drawn = config.rollout.for_validation(name)
-            sampling = replace(self.sampling(drawn.temperature), top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0)
+            base, budget = self.sampling(drawn.temperature), drawn.thinking_budget
+            sampling = replace(base, top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0, thinking_budget=budget)
             parts = [self.generate(SampleGroups(prompt_set.prompts, drawn.n, sampling, step=0), with_answers=True)]
             headers = join_headers([part.headers for part in parts]).rollouts
             correct, answers = (x.reshape(-1, drawn.n).tolist() for x in (correctness_of(headers), headers["answer"]))
@@ -215,6 +216,7 @@ class Collector:
             rollout.min_p,
             rollout.max_kept_tokens,
             rollout.min_tokens if temperature is None else 0,
+            rollout.thinking_budget,
         )
 
     def _score(
@@ -228,9 +230,9 @@ class Collector:
         with self._timers.phase("reward"):
             headers, num_bytes = self._score_here(held, steps, with_answers)
             route_shape = None if with_answers else self.generator.route_shape
-            ranks = np.array(self.generator.engines.of)
+            ranks, has_episodes = np.array(self.generator.engines.of), self._config.agents.has_episodes
             branches = index_branches(held, headers)
-            payload = Payload(branches, ranks, num_bytes, has_kept, route_shape)
+            payload = Payload(branches, ranks, num_bytes, has_kept, route_shape, has_episodes)
             samples = Experience(headers, prompts, payload, self._group)
             if self._rewards.model is not None:
                 scores = np.asarray(self._rewards.model(samples), np.float64)
@@ -241,6 +243,12 @@ class Collector:
         mine = [rollout for _, rollout in held] if self.generator.is_first else []
         if has_kept:
             samples.metrics.update(describe_kept(mine, self._config.rollout, self._group))
+        if self._config.rollout.thinking_budget is not None and not with_answers:
+            # Of a thought that its budget has ended, the closing tokens were not sampled.
+            ended = [len(rollout.answer_tokens) > len(rollout.response_tokens) for rollout in mine]
+            sums = {"rollouts": float(len(ended)), "ended": float(sum(ended))}
+            sums = reduce_scalars(sums, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
+            samples.metrics.update({"sampling/thoughts_ended": sums["ended"] / max(sums["rollouts"], 1.0)})
         return samples
 
     def _score_here(

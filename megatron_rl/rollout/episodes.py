@@ -148,7 +148,9 @@ class Episodes:
         """Record sampled tokens with their policy version; return whether a plain response is finished."""
         key, is_whole = sampled.key, sampled.finish_reason != "interrupted"
         recording = self._episodes[key].recording
-        recording.reply(sampled.tokens, sampled.logprobs, version, sampled.kept, sampled.routes, is_whole=is_whole)
+        recording.reply(
+            sampled.tokens, sampled.logprobs, version, sampled.kept, sampled.routes, sampled.inserted, is_whole=is_whole
+        )
         if is_whole and self._is_plain:
             self._episodes[key] = _Episode(recording, rollout=recording.finish(sampled.finish_reason))
         elif is_whole and self._processes is not None:

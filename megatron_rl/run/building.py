@@ -41,7 +41,7 @@ from megatron_rl.weights.shard_box import find_aliases
 if TYPE_CHECKING:
     from megatron_rl.agents.in_rank import AnyEpisodes
     from megatron_rl.data.prompts import PromptSet
-    from megatron_rl.engines.endings import StopStrings
+    from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.parallel.layout import ParallelLayout
     from megatron_rl.training.roles.actor import Actor
     from megatron_rl.training.roles.frozen import RewardModelOnSamples
@@ -192,6 +192,7 @@ def build_rollout(
     timers: PhaseTimers,
     progress: RolloutProgress,
     stop: StopStrings | None = None,
+    thoughts: Thoughts | None = None,
     processes: AnyEpisodes | None = None,
 ) -> tuple[HybridEngine, RolloutGenerator]:
     """Build the engine, the transfer of the actor's weights, and the generator; collective."""
@@ -201,7 +202,7 @@ def build_rollout(
         found = {name: actor.model.params[owned] for name, owned in pairs.items()}
         return {name: param for name, param in found.items() if isinstance(param, torch.Tensor)}
 
-    engine = _build_engine(config, actor, process, find_shareable, stop)
+    engine = _build_engine(config, actor, process, find_shareable, stop, thoughts)
     hybrid = HybridEngine(
         actor,
         engine.weights,
@@ -240,6 +241,7 @@ def _build_engine(
     process: Process,
     shareable: Callable[[Sequence[ShardBox]], dict[str, torch.Tensor]],
     stop: StopStrings | None,
+    thoughts: Thoughts | None,
 ) -> BuiltEngine:
     """Build this rank's share of an engine, or a stand-in on ranks without an engine; collective."""
     ranks, built = config.placement.ranks_of("rollout", process.world_size), None
@@ -261,6 +263,7 @@ def _build_engine(
             adapters=actor.model.adapters if config.hybrid.lora == "adapter" else None,
             stop=stop,
             records_routes=config.actor.router_replay == "engine",
+            thoughts=thoughts,
         )
         built = build_engine(spec)
     if len(ranks) < process.world_size:
@@ -332,7 +335,7 @@ def build_rollout_members(
 
         tokenizer = str(config.model.tokenizer or find_model_files(config.model.path))
         episodes = choose_episodes(config, tokenizer, inputs.stop_token_ids, config.trainer.debug_rank == process.rank)
-    further = inputs.stop, episodes
+    further = inputs.stop, inputs.thoughts, episodes
     hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, *further)
     for role in (roles[name] for name in ("critic", "mtp") if name in roles):
         hybrid.release_first(role.optimizer.release)

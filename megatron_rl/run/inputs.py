@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # a dry run imports no torch
     from megatron_rl.algorithms.catalog import AdvantageEstimator, PolicyLoss, RegisteredEstimator
     from megatron_rl.config.sft_plan import SftPlan
     from megatron_rl.data.sft_examples import SftSet
-    from megatron_rl.engines.endings import StopStrings
+    from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.engines.protocol import EngineMaker
     from megatron_rl.extension.registry import RegisteredEngine
     from megatron_rl.planning.cluster import Cluster
@@ -178,8 +178,10 @@ class RlInputs:
     Attributes:
         roles: models by role, in the order of `spec`.
         tokenizer: of the policy.
+        thoughts: delimiters of reasoning; `None` without a budget for it.
         plan: batch arithmetic for these prompts.
-        notes: a line for each setting without effect, ground truth that a rule cannot read, and image-text model.
+        notes: a line for each setting without effect, prompt left out by its pass rate, ground truth that a rule cannot
+            read, and image-text model.
     """
 
     spec: RunSpec
@@ -192,6 +194,7 @@ class RlInputs:
     plan: BatchPlan
     notes: list[str]
     stop: StopStrings | None = None
+    thoughts: Thoughts | None = None
 
 
 @dataclass(frozen=True)
@@ -263,6 +266,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
         plan=plan,
         notes=idle + _NOT_READ + notes + noted,
         stop=stop,
+        thoughts=_read_thoughts(config, tokenizer),
     )
 
 
@@ -274,6 +278,28 @@ def _read_stop(strings: Sequence[str], tokenizer: Tokenizer) -> StopStrings | No
 
     check_stop_strings(strings, tokenizer)
     return StopStrings(strings, tokenizer.decode)
+
+
+def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
+    """Return the delimiters of a response's reasoning; `None` without `rollout.thinking_budget`."""
+    rollout, longest = config.rollout, config.data.max_response_length
+    budgets = [rollout.for_validation(name).thinking_budget for name in (*rollout.validation_sets, "")]
+    known = [budget for budget in (rollout.thinking_budget, *budgets) if budget is not None]
+    if not known:
+        return None
+    from megatron_rl.engines.endings import Thoughts
+
+    thoughts = Thoughts(rollout.thinking_end, tokenizer)
+    room = longest - len(thoughts.closing)
+    if max(known) >= room:
+        raise UserError(
+            f"rollout.thinking_budget = {max(known)} leaves no room for an answer",
+            source="rollout.thinking_budget",
+            expected=f"below {room}: data.max_response_length = {longest} less the {len(thoughts.closing)} tokens of "
+            "rollout.thinking_end",
+            hint="lower it, or raise data.max_response_length",
+        )
+    return thoughts
 
 
 def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:

@@ -284,12 +284,14 @@ class Experience:
         return found
 
     def _restore(self, index: int, branches: list[Branch], decode: Callable[[list[int]], str]) -> Rollout:
-        row = self.headers.rows[index]
+        row, turns = self.headers.rows[index], find_runs(branches)
+        if not self._payload.has_episodes:
+            turns = [Turn(0, turns[0].start, turns[-1].stop)]
         rollout = Rollout(
             self.prompts[row["group"]],
             int(row["sample_index"]),
             branches,
-            find_runs(branches),
+            turns,
             FINISH_REASONS[row["finish_reason"]],
             reward=float(row["reward"]),
             reward_components=self.headers.reported(index),

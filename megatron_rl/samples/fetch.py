@@ -142,6 +142,7 @@ class Payload:
         num_bytes: received so far for this step.
         has_kept: any token of the step was drawn by truncated sampling; equal on every rank.
         route_shape: equal on every rank; `None` without routes.
+        has_episodes: whether unsampled tokens separate turns; otherwise `engines/wrappers.py` inserted them.
     """
 
     branches: Mapping[int, Branch]
@@ -149,6 +150,7 @@ class Payload:
     num_bytes: int = 0
     has_kept: bool = False
     route_shape: RouteShape | None = None
+    has_episodes: bool = True
 
 
 def index_branches(held: Iterable[tuple[int, Rollout]], headers: Headers) -> dict[int, Branch]:

@@ -43,6 +43,7 @@ NOT_RECORDED = (
     "mismatch/lag",
     "packing/prefix_repeats",
     "sampling/kept",
+    "sampling/thoughts_ended",
     "reward/<data_source>",
     "reward/restates_prompt",
     "reward/service_failures",

@@ -390,18 +390,18 @@ def receive(responses: Episodes, parts: list[Sampled], version: int) -> list[Any
     return [(one.key, one.tokens.tolist(), one.seed, one.sampling, one.num_sampled) for one in requests]
 
 
-def part(key: int, tokens: list[int], reason: str, kept: KeptSets | None = None) -> Sampled:
+def part(key: int, tokens: list[int], reason: str, kept: KeptSets | None = None, inserted: Any = None) -> Sampled:
     logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32) / 4
-    return Sampled(key, np.array(tokens, np.int32), logprobs, reason, kept)
+    return Sampled(key, np.array(tokens, np.int32), logprobs, reason, kept, inserted=inserted)
 
 
 def test_responses_survive_the_file() -> None:
-    """Whole responses, parts, and empty ones; kept sets after responses without any."""
+    """Whole responses, parts, and empty ones; kept sets after responses without any, and inserted tokens."""
     responses = open_responses()
     responses.begin([4, 1, 2, 5])
     receive(responses, [part(key, tokens, "interrupted") for key, tokens in ((4, [7, 8]), (1, []), (2, [5]))], 3)
-    later = [part(4, [9], "stop"), part(2, [6, 7], "interrupted", KEPT), part(5, [4], "length")]
-    receive(responses, later, 5)
+    last_is_put_in = part(2, [6, 7], "interrupted", KEPT, inserted=np.array([False, True]))
+    receive(responses, [part(4, [9], "stop"), last_is_put_in, part(5, [4], "length")], 5)
     found = open_responses()
     found.load(responses.pack(), lambda key: key != 5)
     assert found.keys == [4, 1, 2] and found.find_unfinished() == [1, 2] and found.num_tokens == 6
@@ -411,7 +411,7 @@ def test_responses_survive_the_file() -> None:
     responses.drop([5])
     assert receive(found, ends, 6) == receive(responses, ends, 6)
     (branch,), (expected,) = (one.rollout(2).branches for one in (found, responses))
-    assert branch.sampled.tolist() == expected.sampled.tolist() == [False, False, True, True, True, True]
+    assert branch.sampled.tolist() == expected.sampled.tolist() == [False, False, True, True, False, True]
     assert branch.tokens.tolist() == expected.tokens.tolist() == [1, 2, 5, 6, 7, 2]
     assert branch.versions.tolist()[2:] == expected.versions.tolist()[2:] == [3, 5, 5, 6]
     assert branch.kept is not None and branch.kept.counts.tolist() == [0, 0, 0, 2, 1, 0]

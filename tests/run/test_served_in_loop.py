@@ -17,7 +17,7 @@ import pytest
 from distributed import run_ranks
 from megatron_rl.engines.servers.served import Server
 from megatron_rl.engines.servers.server_apis import Ask, VllmServer
-from rl_runs import overrides_for, read_records, train
+from rl_runs import make_task, overrides_for, read_records, train
 
 pytestmark = pytest.mark.slow
 SGLANG = Path(os.environ.get("MEGATRON_RL_SGLANG_VENV", ".venv-sglang")) / "bin" / "python"
@@ -119,3 +119,19 @@ def test_sglang(task: Path, tmp_path: Path, tp_size: int, sampling: tuple[str, .
     assert errors == [None] * tp_size and len(records) == 3
     assert all(record["mismatch/max"] < 2e-5 for record in records)
     assert all((1 < record["sampling/kept_mean"] <= 20) if sampling else True for record in records)
+
+
+@pytest.mark.parametrize("engine", ["vllm_server", pytest.param("sglang", marks=NEEDS_SGLANG)])
+def test_thoughts_are_ended(tmp_path: Path, vllm_imported: None, engine: str) -> None:
+    """A server gets a request in two halves, and training scores its samples in both."""
+    make_task(tmp_path, ("<think>", "</think>"))
+    settings = ["rollout.thinking_budget=3", "rollout.thinking_end=0</think>1", "data.max_response_length=12"]
+    server = [f"rollout.engine={engine}", *([f"rollout.server.python={SGLANG}"] if engine == "sglang" else [])]
+    errors, records = run(tmp_path, tmp_path / "server", *settings, *server, world_size=1)
+    assert errors == [None] and len(records) == 2
+    assert all(record["mismatch/max"] < 2e-5 for record in records)
+    assert all(0 < record["sampling/thoughts_ended"] < 1 for record in records)
+    if engine == "vllm_server":  # SGLang has no seeds on a CPU
+        errors, expected = run(tmp_path, tmp_path / "vllm", *settings, world_size=1)
+        assert errors == [None] and keep_samples(records) == keep_samples(expected)
+        assert [r["sampling/thoughts_ended"] for r in records] == [r["sampling/thoughts_ended"] for r in expected]

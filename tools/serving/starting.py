@@ -120,7 +120,7 @@ def make_config(config: RunConfig, rows: list[str]) -> RunConfig:
         actor=replace(
             config.actor, ppo_mini_batch_size=ranks, overlap_grad_reduce=False, max_tokens_per_microbatch=most
         ),
-        rollout=replace(config.rollout, **plain),
+        rollout=replace(config.rollout, **plain, thinking_budget=None),
         hybrid=config.hybrid,
         layout=config.layout,
         placement=config.placement,
