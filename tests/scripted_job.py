@@ -21,7 +21,7 @@ from megatron_rl.agents.episode import Answer
 from megatron_rl.agents.transcript import Tail
 from megatron_rl.config.schema import RewardConfig, RolloutConfig
 from megatron_rl.config.sections import AgentsConfig, ScheduleConfig
-from megatron_rl.data.prompt_order import PromptBatches
+from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig
 from megatron_rl.observability.progress import RolloutProgress

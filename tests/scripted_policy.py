@@ -51,7 +51,7 @@ class ScriptedPolicy:
             temperature=0.5,
             context_length=128,
         )
-        self.processes = EpisodeProcesses(setup, 1, 10 * turn_seconds, turn_seconds)
+        self.processes = EpisodeProcesses(setup, turn_seconds)
 
     def encode(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Tokens of a chat."""

@@ -18,7 +18,7 @@ The code is divided into rooms, the subpackages of `megatron_rl/`. A room import
 """
 # Files of a step in order: description, file in the package, and a name in it; a test checks that they exist.
 SAMPLES_ROAD = (
-    ("prompts of step n, shuffled by (seed, epoch)", "data/prompt_order.py", "PromptBatches"),
+    ("prompts of step n, shuffled by (seed, epoch)", "data/prompts.py", "PromptBatches"),
     (
         "draws groups, has them scored, and draws again what dynamic sampling leaves out",
         "rollout/collector.py",
@@ -62,7 +62,7 @@ _PLACES_HEAD = "| topic | file | name |\n|---|---|---|"
 # Topic, file in the package, and a name in it; a test checks that they exist.
 PLACES = (
     ("the algorithm, line by line", "run/grpo.py", "Trainer"),
-    ("prompts of a step, and their order", "data/prompt_order.py", "PromptBatches"),
+    ("prompts of a step, and their order", "data/prompts.py", "PromptBatches"),
     ("seeds of responses", "engines/protocol.py", "derive_seed"),
     ("choice of the engine that serves a sample", "rollout/order.py", "assign_engines"),
     ("the loop between samples and the requests of an engine", "rollout/generation.py", "RolloutGenerator"),

@@ -121,7 +121,7 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Checkpoints, resuming and conversion": (
         "Directories, damaged or missing files, a second job, inputs that have changed.",
-        ("checkpoint/", "run/checkpoints", "run/lock", "run/opening", "run/state", "tools/conversion/"),
+        ("checkpoint/", "run/checkpoints", "run/lock", "run/opening", "tools/conversion/"),
     ),
     "Logs, metrics and pages": (
         "Run directories, W&B, the status page, the viewer.",

@@ -6,6 +6,8 @@ A run with the same weights, seeds and settings has the same metrics: both use t
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -15,9 +17,12 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, PlacementConfig, ReferenceConfig, RunConfig
+from megatron_rl.data.prompts import name_files
+from megatron_rl.data.rows import read_rows
 from megatron_rl.observability.metrics import TokenTexts, write_rows
 from megatron_rl.parallel.collectives import init_distributed, world
-from megatron_rl.rewards.answers import estimate_pass_at_k
+from megatron_rl.rewards.answers import CORRECT_FROM, estimate_pass_at_k
+from megatron_rl.rewards.scorer import OVERLONG
 from megatron_rl.rollout.collector import correctness_of
 from megatron_rl.run.building import RunSinks, build_roles, build_rollout_members, check_agreement, group_timeout
 from megatron_rl.run.inputs import Parts, localize, read_rl_inputs
@@ -26,7 +31,7 @@ from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.table import FINISH_REASONS, Headers, join_headers
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
-from megatron_rl.types import UserError
+from megatron_rl.types import UserError, has_reward
 from tools._weights import find_weights
 
 
@@ -59,7 +64,7 @@ def without_training(config: RunConfig, world_size: int) -> RunConfig:
         reference=ReferenceConfig(),
         # An estimator that needs only the policy.
         algorithm=AlgorithmConfig(plugins=config.algorithm.plugins, adv_estimator="reinforce_plus_plus"),
-        data=replace(data, train_files=data.validation_files, weights=None, pass_rates=None, train_batch_size=1),
+        data=replace(data, train_files=data.validation_files, weights=None, train_batch_size=1),
         rollout=replace(rollout, n=world_size),
         actor=replace(
             config.actor,
@@ -67,7 +72,7 @@ def without_training(config: RunConfig, world_size: int) -> RunConfig:
             step_mode="eager",
             max_tokens_per_microbatch=max(longest, config.actor.max_tokens_per_microbatch),
         ),
-        trainer=replace(config.trainer, debug_rank=None, breakpoint_step=None, total_steps=1),
+        trainer=replace(config.trainer, debug_rank=None, total_steps=1),
     )
 
 
@@ -87,12 +92,33 @@ def describe_set(headers: Headers, group_size: int) -> dict[str, float]:
     }
 
 
-def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = None) -> dict[str, Any]:
+def write_chosen(path: Path, file: str, rollouts: Sequence[Mapping[str, Any]], low: float, high: float) -> None:
+    """Write the rows of a prompt file with a pass rate from `low` to `high`, the share of rewards of 0.5 or more.
+
+    Args:
+        rollouts: rows of the log; a response without a reward, of a failed episode or service, does not count, and
+            the overlong penalty is no part of the reward.
+    """
+    correct: dict[int, list[bool]] = {}
+    for row in rollouts:
+        components = row["reward_components"]
+        if has_reward(row["finish_reason"], components):
+            is_correct = row["reward"] - components.get(OVERLONG, 0.0) >= CORRECT_FROM
+            correct.setdefault(row["prompt_id"], []).append(is_correct)
+    rates = {prompt: sum(found) / len(found) for prompt, found in correct.items()}
+    chosen = [row.columns for row in read_rows([file]) if low <= rates.get(row.index, -1.0) <= high]
+    path.write_text("".join(f"{json.dumps(row, default=str)}\n" for row in chosen), encoding="utf-8")
+
+
+def evaluate(
+    config: RunConfig, world_size: int, rollouts_dir: Path | None = None, choose: Sequence[float] | None = None
+) -> dict[str, Any]:
     """Validate the model or the checkpoint at `model.path`, in the actor's layout; collective.
 
     Args:
         config: its training settings are ignored.
         rollouts_dir: rank 0 writes all rollouts to `<rollouts_dir>/<set>/rollouts/step_<N>.jsonl`.
+        choose: range of pass rates; rank 0 writes the rows of such prompts to `<rollouts_dir>/<set>/chosen.jsonl`.
 
     Returns:
         Model, step, layout, engine, sampling and "metrics", on every rank: `validation/<set>/<metric>` as of a run,
@@ -112,6 +138,7 @@ def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = Non
     roles = build_roles(config, inputs, Parts(actor=actor))
     members = build_rollout_members(config, inputs, roles, process, RunSinks())
     sets: dict[str, list[Experience]] = {}
+    files = name_files(config.data.validation_files)
     try:
         with members.hybrid.rollout_mode():
             metrics = members.collector.validate(inputs.validation, sets.__setitem__)
@@ -128,6 +155,8 @@ def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = Non
                 rows += [rollout_row(rollout, texts, values) for rollout, values in found]
             if world().rank() == 0:
                 write_rows(rollouts_dir / name, weights.step, rows)
+                if choose is not None:
+                    write_chosen(rollouts_dir / name / "chosen.jsonl", files[name], rows, *choose)
     engine_layout = config.actor if inputs.plan.engine_is_actor else config.rollout
     return {
         "model": str(weights.path),

@@ -23,11 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.run.command_line import end_program, leave
 from megatron_rl.run.loading import load_config
+from megatron_rl.types import UserError
 from tools._arguments import Arguments
 
 # Required by the schema, unused in an evaluation.
 _NOT_READ = (
-    *("data.train_files=[none]", "data.weights=null", "data.pass_rates=null", "data.train_batch_size=1"),
+    *("data.train_files=[none]", "data.weights=null", "data.train_batch_size=1"),
     "data.shuffle=true",
 )
 
@@ -54,6 +55,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="write all rollouts to DIR/<set>, which tools/view_rollouts.py opens",
     )
+    parser.add_argument(
+        "--choose",
+        type=float,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="also write the rows of prompts that are right in this share of their responses to DIR/<set>/chosen.jsonl",
+    )
     return parser
 
 
@@ -61,8 +69,15 @@ def read_config(options: argparse.Namespace) -> RunConfig:
     """Read the config; rank 0 prints notes.
 
     Raises:
-        UserError: an invalid setting.
+        UserError: an invalid setting or option.
     """
+    if options.choose is not None and options.rollouts is None:
+        raise UserError(
+            "--choose without --rollouts",
+            source="command line",
+            expected="the directory that the rows are written to",
+            hint="add --rollouts DIR",
+        )
     settings = list(options.settings)
     recipe = Path(settings.pop(0)) if "=" not in settings[0] else None
     if options.samples is not None:
@@ -99,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         from tools._evaluation import evaluate  # imports megatron-core: seconds
 
-        report = evaluate(config, int(os.environ.get("WORLD_SIZE", "1")), options.rollouts)
+        report = evaluate(config, int(os.environ.get("WORLD_SIZE", "1")), options.rollouts, options.choose)
         if dist.get_rank() == 0:
             print(format_report(report), flush=True)
             if options.json:

@@ -23,7 +23,7 @@ from megatron_rl.agents.environment import Environment
 from megatron_rl.agents.episode import Answer, Opening, Setup, find_environments, play_environment, read_tokenizer
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.parallel.random_streams import keep_random_streams
+from megatron_rl.parallel.collectives import keep_random_streams
 from megatron_rl.rewards.child import ChildProcess
 from megatron_rl.types import Prompt, UserError
 
@@ -88,17 +88,17 @@ _LARGEST_ANSWER = 64 << 20  # bytes
 class _Running:
     """The rank's side of one episode's process."""
 
-    def __init__(self, worker: ChildProcess, seconds: float) -> None:
-        self.origin, self.seconds = worker, seconds
+    def __init__(self, worker: ChildProcess) -> None:
+        self.origin = worker
         self.pid: int | None = None
-        self._asked = 0.0
+        self.asked = 0.0
         ours, theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
         with theirs:
             worker.tell("begin", theirs.fileno())
 
     def ask(self, message: object) -> None:
-        self._asked = time.monotonic()
+        self.asked = time.monotonic()
         self.connection.send(message)
 
     def receive(self) -> Answer | None:
@@ -107,39 +107,30 @@ class _Running:
         if isinstance(message, int):
             self.pid = message
             return None
-        self.seconds -= time.monotonic() - self._asked
         return message
-
-    def deadline(self, turn_seconds: float) -> float:
-        return self._asked + min(self.seconds, turn_seconds)
 
 
 class EpisodeProcesses:
     """A rank's episodes in separate processes; not thread-safe.
 
     Args:
-        num_workers: processes from which episodes are forked.
-        episode_seconds: limit on the sum of an episode's answer times, including the first.
         turn_seconds: limit for one answer.
     """
 
-    def __init__(self, setup: Setup, num_workers: int, episode_seconds: float, turn_seconds: float) -> None:
-        self._setup, self._episode_seconds, self._turn_seconds = setup, episode_seconds, turn_seconds
-        self._workers: list[ChildProcess | None] = [None] * num_workers
+    def __init__(self, setup: Setup, turn_seconds: float) -> None:
+        self._setup, self._turn_seconds = setup, turn_seconds
+        self._worker: ChildProcess | None = None  # from which episodes are forked
         self._running: dict[Hashable, _Running] = {}
         self._waited_for: set[Hashable] = set()
         self._failed: dict[Hashable, Answer] = {}
-        self._num_opened = 0
 
     def open(self, key: Hashable, prompt: Prompt) -> None:
         """Start an episode (UserError if a worker cannot import the environment)."""
-        number = self._num_opened % len(self._workers)
-        self._num_opened += 1
         try:
-            self._running[key] = _Running(self._find_worker(number), self._episode_seconds)
+            self._running[key] = _Running(self._find_worker())
         except OSError:  # the worker was killed, and its running episodes with it
-            self._end_worker(number)
-            self._running[key] = _Running(self._find_worker(number), self._episode_seconds)
+            self._end_worker()
+            self._running[key] = _Running(self._find_worker())
         self._ask(key, Opening.of(prompt, self._setup.run_seed))
 
     def send_reply(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
@@ -154,18 +145,15 @@ class EpisodeProcesses:
         found, self._failed = self._failed, {}
         while self._waited_for:
             of = {self._running[key].connection: key for key in self._waited_for}
-            first = min(self._running[key].deadline(self._turn_seconds) for key in self._waited_for)
-            for connection in wait(list(of), max(first - time.monotonic(), 0.0)):
+            first = min(self._running[key].asked for key in self._waited_for)
+            for connection in wait(list(of), max(first + self._turn_seconds - time.monotonic(), 0.0)):
                 assert isinstance(connection, Connection)
                 if (answer := self._receive(of[connection])) is not None:
                     found[of[connection]] = answer
-            for key in [
-                key for key in self._waited_for if time.monotonic() >= self._running[key].deadline(self._turn_seconds)
-            ]:
-                is_turn = self._turn_seconds < self._running[key].seconds
-                setting = "turn_timeout_seconds" if is_turn else "episode_timeout_seconds"
-                seconds = self._turn_seconds if is_turn else self._episode_seconds
-                found[key] = self._fail(key, "timeout", f"no answer within agents.{setting} = {seconds:g}")
+            latest = time.monotonic() - self._turn_seconds
+            for key in [key for key in self._waited_for if self._running[key].asked <= latest]:
+                why = f"no answer within agents.turn_timeout_seconds = {self._turn_seconds:g}"
+                found[key] = self._fail(key, "timeout", why)
         return found
 
     def close(self, key: Hashable) -> None:
@@ -182,13 +170,12 @@ class EpisodeProcesses:
         """End all processes."""
         for key in [*self._running]:
             self.close(key)
-        for number in range(len(self._workers)):
-            self._end_worker(number)
+        self._end_worker()
 
-    def _find_worker(self, number: int) -> ChildProcess:
-        worker = self._workers[number]
+    def _find_worker(self) -> ChildProcess:
+        worker = self._worker
         if worker is None:
-            worker = self._workers[number] = ChildProcess("megatron_rl.agents.worker")
+            worker = self._worker = ChildProcess("megatron_rl.agents.worker")
             try:
                 error = worker.ask(self._setup, _START_SECONDS)
             except (EOFError, OSError) as caught:
@@ -199,12 +186,12 @@ class EpisodeProcesses:
                     hint="look at its messages on stderr",
                 )
             if error is not None:
-                self._end_worker(number)
+                self._end_worker()
                 raise error
         return worker
 
-    def _end_worker(self, number: int) -> None:
-        worker, self._workers[number] = self._workers[number], None
+    def _end_worker(self) -> None:
+        worker, self._worker = self._worker, None
         if worker is not None:
             worker.dismiss()
             worker.end(_GRACE_SECONDS)
@@ -257,4 +244,4 @@ def choose_episodes(
     )
     if is_debugged and setup.program is None:
         return EpisodesInRank(setup)
-    return EpisodeProcesses(setup, agents.workers, agents.episode_timeout_seconds, agents.turn_timeout_seconds)
+    return EpisodeProcesses(setup, agents.turn_timeout_seconds)

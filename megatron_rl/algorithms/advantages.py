@@ -46,7 +46,7 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
             f'{_SETTING} = "{name}" needs values, and there is no critic',
             source=_SETTING,
             expected="a critic",
-            hint="set critic.enable=true, or choose an estimator that works on rewards only",
+            hint="choose an estimator that works on rewards only",
         )
     assert inputs.baselines is not None or not estimator.needs_greedy_baseline, f"{name} needs greedy baselines"
     inputs = _leave_out_failed(replace(inputs, options=find_options(config, name)), estimator.needs_group)

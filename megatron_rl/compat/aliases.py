@@ -48,10 +48,18 @@ _EARLIER = {
         for role in ("critic", "teachers.*")
         for leaf in ACTOR_DECIDES
     },
+    "agents.episode_timeout_seconds": Ignored("agents.turn_timeout_seconds bounds each answer"),
     **each("agents.max_failed_share reward.max_failed_share", Only((0.5,), "set trainer.max_failed_share instead")),
+    "agents.workers": Ignored("an engine's episodes are forked from one process"),
+    **each("critic.offload_gradients critic.overlap_grad_reduce", Ignored("the actor's setting decides for both")),
+    "critic.enable": Ignored("algorithm.adv_estimator decides: there is a critic if it needs values"),
+    "critic.quantization": Only(("none",), "only the policy learns adapters of a model in four bits"),
     "observability.console_every": Ignored("the console has a line for each step"),
+    "observability.progress_bar": Ignored("bars are drawn on a terminal only"),
     **each("checkpoint.keep_best observability.status_token trainer.log_validation", Only((True,), _GONE)),
     "checkpoint.max_failed_saves": Only((3,), _GONE),
+    "data.pass_rates": Only((), "train on the prompts that tools/evaluate.py --rollouts DIR --choose LOW HIGH writes"),
+    "data.pass_rate_range": Ignored("tools/evaluate.py --choose takes it"),
     "data.response_key": Renamed("data.answer_key"),
     "data.validation_batch_size": Only((), _GONE),
     "reward.service_backoff_seconds": Only((0.5,), _GONE),
@@ -61,6 +69,7 @@ _EARLIER = {
     "reward_model.logprob_chunk_tokens": Only((None, 512), "a reward model has no log-probs of tokens"),
     "reward_model.share_prompts": Only((True,), _GONE),
     "reward_model.recompute_granularity": Only(("none",), _GONE),
+    "trainer.breakpoint_step": Only((), "set a breakpoint in the IDE that trainer.debug_rank waits for"),
     "rollout.server.start_seconds": Only((600.0,), "rollout.server.silent_seconds bounds the start as well"),
 }
 _PATTERNS = {**PATTERNS, "teachers.*.recompute_granularity": Ignored("only a backward pass recomputes")}

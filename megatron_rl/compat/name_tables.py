@@ -145,7 +145,7 @@ def trainable_names(role: str) -> dict[str, Alias]:
             "fsdp_config.optimizer_offload fsdp.optimizer_offload veomni.optimizer_offload engine.optimizer_offload",
             Renamed(f"{role}.offload_optimizer"),
         ),
-        **each("megatron.grad_offload engine.grad_offload", Renamed(f"{role}.offload_gradients")),
+        **each("megatron.grad_offload engine.grad_offload", Renamed("actor.offload_gradients")),
         "engine.activation_checkpointing": Renamed(f"{role}.recompute_granularity", CHECKPOINTING, closed=True),
         "engine.enable_fp8": Only((False,), _NO_FP8),
         "megatron.override_transformer_config.recompute_granularity": Renamed(
@@ -192,6 +192,7 @@ _ACTOR: dict[str, Alias] = trainable_names("actor") | {
 }
 
 _CRITIC: dict[str, Alias] = trainable_names("critic") | {
+    **each("megatron.grad_offload engine.grad_offload", Ignored("actor.offload_gradients decides for both")),
     "model.path": Renamed("critic.path"),
     **{f"model.{name}": alias for name, alias in lora_names("critic").items()},
     "model.enable_gradient_checkpointing": Renamed("critic.recompute_granularity", CHECKPOINTING, closed=True),

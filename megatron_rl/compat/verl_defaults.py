@@ -75,7 +75,8 @@ def add_defaults(settings: dict[str, Setting]) -> None:
     defaults |= {name: value for name, value, other in DEPENDENT if other in settings}
     if any(one.name == f"{_ROLLOUT}.name" and one.value == "sglang" for one in settings.values()):
         defaults["rollout.server.python"] = ".venv-sglang/bin/python"  # that launch/setup_sglang.sh makes
-    has_critic = _has_critic({name: one.value for name, one in settings.items()})
+    estimator = settings.get("algorithm.adv_estimator")
+    has_critic = estimator is None or estimator.value not in _WITHOUT_CRITIC
     for name, value in defaults.items():
         if name.startswith("critic.") and not has_critic:
             continue
@@ -100,7 +101,7 @@ def describe_unused(translated: Sequence[Setting]) -> list[str]:
     chosen = {one.name: one.value for one in sorted(translated, key=lambda one: (one.layer, not one.weak))}
     estimator = chosen.get("algorithm.adv_estimator")
     absent = {
-        "critic": (_has_critic(chosen), f"no critic with algorithm.adv_estimator={estimator}"),
+        "critic": (estimator not in _WITHOUT_CRITIC, f"no critic with algorithm.adv_estimator={estimator}"),
         "reference": (chosen.get("algorithm.kl_coef", 0) != 0, "no reference without a KL term"),
     }
     notes = []
@@ -110,11 +111,6 @@ def describe_unused(translated: Sequence[Setting]) -> list[str]:
             several = f"{len(given)} settings of {section} ({given[0].source} ff.)"
             notes.append(f"ignored: {describe(given[0]) if len(given) == 1 else several}: there is {why}")
     return notes
-
-
-def _has_critic(values: Mapping[str, Any]) -> bool:
-    enable = values.get("critic.enable")
-    return values.get("algorithm.adv_estimator") not in _WITHOUT_CRITIC if enable is None else bool(enable)
 
 
 def take_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:

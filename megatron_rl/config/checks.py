@@ -24,11 +24,12 @@ from megatron_rl.extension.registry import name_engines
 
 # Settings and sections of the features that `feature_checks.py` checks, and their values if no feature is in use.
 _FEATURES = attrgetter(
-    *(f"{section}.{leaf}" for section in TRAINED for leaf in ("lora", "quantization", "step_mode", "zero_stage")),
+    *(f"{section}.{leaf}" for section in TRAINED for leaf in ("lora", "step_mode", "zero_stage")),
+    "actor.quantization",
     *("actor.expert_tensor_parallel_size", "actor.mtp_lr", "actor.router_replay", "reward_model.zero_stage"),
     "reward_model.further",
     *("actor.optimizer", "critic.optimizer"),
-    *("data.weights", "data.pass_rate_range", "hybrid.lora", "rollout.engine_options", "rollout.quantization"),
+    *("data.weights", "hybrid.lora", "rollout.engine_options", "rollout.quantization"),
     *("rollout.bitwise", "rollout.thinking_budget", "rollout.validation_sets", "rollout.top_p", "rollout.top_k"),
     *("rollout.min_p", "rollout.min_tokens", "rollout.validation_top_p", "rollout.validation_top_k", "agents"),
     *("schedule", "teachers", "placement.teachers", "algorithm.distillation", "reference.reset_every"),
@@ -93,13 +94,6 @@ def _check_run(config: CheckedConfig) -> None:
         expected="data.validation_files",
         hint="name a file there",
     )
-    config.require(
-        config.get("trainer.breakpoint_step") is None or config.get("trainer.debug_rank") is not None,
-        "trainer.breakpoint_step",
-        "without a rank that stops there",
-        expected="trainer.debug_rank",
-        hint="add --debug-rank R, or leave this out",
-    )
 
 
 def _check_data(config: CheckedConfig) -> None:
@@ -163,7 +157,7 @@ def _check_packages(config: CheckedConfig) -> None:
     for name, off, package in (
         ("observability.wandb", "off", "wandb"),
         ("trainer.debug_rank", None, "debugpy"),
-        *((f"{section}.quantization", "none", "bitsandbytes") for section in TRAINED),
+        ("actor.quantization", "none", "bitsandbytes"),
     ):
         config.require(
             config.get(name) == off or importlib.util.find_spec(package) is not None,
@@ -240,7 +234,6 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
     yield not config.rollout.supports("is_server"), "rollout.server", f"{engine} is no server"
     yield config.layout.mode == "given", "layout.lengths", "layout.mode is 'given'"
     yield not config.data.validation_files, "trainer.test_freq", "data.validation_files is empty"
-    yield config.data.pass_rates is None, "data.pass_rate_range", "data.pass_rates is null"
     yield no_kl, "algorithm.kl_controller", "algorithm.kl_coef is 0"
     yield no_kl, "algorithm.kl_in", "algorithm.kl_coef is 0"
     mode = algorithm.importance_sampling

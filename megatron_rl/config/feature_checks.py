@@ -21,7 +21,7 @@ from megatron_rl.types import UserError
 def check_features(config: CheckedConfig) -> None:
     """Record the mistakes in the settings of features that are off by default."""
     config.apply(_check_validation_sets)
-    for rule in (_check_step_mode, _check_streaming, _check_quantization):
+    for rule in (_check_step_mode, _check_streaming):
         for section in TRAINED:
             config.apply(rule, section)
     for rule in _RULES:
@@ -111,17 +111,6 @@ def _check_weights(config: CheckedConfig) -> None:
     )
 
 
-def _check_pass_rates(config: CheckedConfig) -> None:
-    bounds = config.get("data.pass_rate_range")
-    config.require(
-        len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] <= 1,
-        "data.pass_rate_range",
-        "is no range",
-        expected="two numbers from 0 to 1, the smaller one first",
-        hint="[0.1, 0.9] leaves out what is hardly ever or nearly always right",
-    )
-
-
 def _check_step_mode(config: CheckedConfig, section: str) -> None:
     """Check the settings that fixed shapes and CUDA graphs restrict; `training/optimizer.py` checks for a GPU."""
     mode, budget = config.get(f"{section}.step_mode"), config.get(f"{section}.max_tokens_per_microbatch")
@@ -157,22 +146,21 @@ def _check_streaming(config: CheckedConfig, section: str) -> None:
         config.allow(f"{section}.optimizer", "adam", why, f"{section}.offload_optimizer=true")
 
 
-def _check_quantization(config: CheckedConfig, section: str) -> None:
+def _check_quantization(config: CheckedConfig) -> None:
     """Refuse four-bit weights without adapters, or with a separate (unquantized) reference of the same model."""
-    name = f"{section}.quantization"
-    if config.get(name) == "none":
+    if config.get("actor.quantization") == "none":
         return
     config.require(
-        config.get(f"{section}.lora.rank") > 0,
-        name,
+        config.get("actor.lora.rank") > 0,
+        "actor.quantization",
         "without adapters: there would be nothing to train",
-        expected=f"{section}.lora.rank above 0",
-        hint=f"set {section}.lora.rank=16",
+        expected="actor.lora.rank above 0",
+        hint="set actor.lora.rank=16",
     )
     is_shared = config.get("placement.reference") == config.get("placement.actor")
     is_own = config.get("reference.path") not in (None, config.get("model.path"))
     config.require(
-        section != "actor" or is_shared or is_own or config.get("algorithm.kl_coef") == 0,
+        is_shared or is_own or config.get("algorithm.kl_coef") == 0,
         "placement.reference",
         "differs from placement.actor, with actor.quantization: a reference of its own is not quantized, and so "
         "another model than the actor starts from",
@@ -191,7 +179,7 @@ def _check_zero_stages(config: CheckedConfig) -> None:
                 cause,
                 (f"{section}.step_mode", "eager", "weights are gathered for every layer, at other addresses"),
                 (f"{section}.optimizer", "adam", "Muon's momentum is exchanged through the gradient buffers of ZeRO-1"),
-                (f"{section}.overlap_grad_reduce", False, "gradients are always reduced during the backward"),
+                ("actor.overlap_grad_reduce", False, "gradients are always reduced during the backward"),
                 (f"{section}.lora.rank", 0, "adapters are trained on weights that every rank has"),
             )
         if section != "critic":
@@ -616,8 +604,8 @@ def _check_reset(config: CheckedConfig) -> None:
 
 _RULES = (
     _check_weights,
-    _check_pass_rates,
     _check_further,
+    _check_quantization,
     _check_zero_stages,
     _check_engine,
     _check_sampling,

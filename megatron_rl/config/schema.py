@@ -33,7 +33,10 @@ REWARD_MODEL = "model"  # the source of rewards; NAME of `reward_model.further` 
 FULLY_SHARDED = 3  # the `zero_stage` in which ranks share weights
 STREAMED_BYTES = 512 << 20  # moments on a GPU at a time with `offload_optimizer: stream`; one parameter may have more
 # Settings of the actor that the critic and teachers take over; the reward model keeps the defaults.
-ACTOR_DECIDES = ("share_prompts", "logprob_chunk_tokens", "adam_eps", "bucket_tokens", "graph_memory_gib")
+ACTOR_DECIDES = (
+    *("share_prompts", "logprob_chunk_tokens", "adam_eps", "bucket_tokens", "graph_memory_gib"),
+    *("offload_gradients", "overlap_grad_reduce"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +90,6 @@ class TrainedConfig(LayoutConfig):
     """A role with an optimizer."""
 
     lora: LoraConfig = LoraConfig()
-    quantization: Literal["none", "nf4"] = option(
-        "none", "nf4 (with lora): the matrices of the layers in four bits (QLoRA); the engine gets them dequantized."
-    )
     recompute_granularity: Literal["none", "selective", "full", "offload"] = option(
         "none", "Recomputation: none, core attention only, whole layers, or these with inputs on the host (offload)."
     )
@@ -136,6 +136,9 @@ class TrainedConfig(LayoutConfig):
 class ActorConfig(TrainedConfig):
     """The policy in training: its layout, its batches, its optimizer."""
 
+    quantization: Literal["none", "nf4"] = option(
+        "none", "nf4 (with lora): the matrices of the layers in four bits (QLoRA); the engine gets them dequantized."
+    )
     ppo_mini_batch_size: int | None = option(
         None,
         "Prompts per optimizer step, with rollout.n responses each; default: data.train_batch_size.",
@@ -165,9 +168,8 @@ class ActorConfig(TrainedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig(TrainedConfig):
-    """The value model of PPO, in its own layout, with the actor's minibatches and passes."""
+    """The value model of estimators that need one (gae), in its own layout, with the actor's minibatches and passes."""
 
-    enable: bool | None = option(None, "Train a critic; default: if algorithm.adv_estimator needs values.")
     path: str | None = option(
         None, "Initial weights in HF format, with their score head if any; default: model.path, a value head of zeros."
     )
@@ -375,7 +377,6 @@ class TrainerConfig:
         "Rank that waits for a debugger (debugpy); collective_timeout becomes a week. Short: --debug-rank R.",
         "rank",
     )
-    breakpoint_step: int | None = option(None, "Step at whose beginning debug_rank stops in the debugger.", "step")
     check_memory: bool = option(True, "On GPUs: refuse a run that is planned not to fit (tools/plan.py).")
 
 

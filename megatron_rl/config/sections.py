@@ -136,14 +136,12 @@ class AgentsConfig:
         " to the policy by any OpenAI client.",
     )
     max_turns: int = option(8, "Replies of an episode; data.max_response_length bounds its tokens.", "replies", ge=1)
-    episode_timeout_seconds: float = option(
-        300.0,
-        "Time of an environment or a program for all its answers in an episode, set-up included; then it is killed.",
+    turn_timeout_seconds: float = option(
+        60.0,
+        "Time of an environment or a program for an answer, the first with its set-up; then it is killed.",
         "seconds",
         gt=0,
     )
-    turn_timeout_seconds: float = option(60.0, "Time for one of them.", "seconds", gt=0)
-    workers: int = option(1, "Parent processes per engine; each episode is forked from one of them.", "processes", ge=1)
     episodes_in_flight: int | None = option(None, "Open episodes per engine; default: all of a step.", "episodes", ge=1)
     history: Literal["keep", "template"] = option(
         "keep",
@@ -239,9 +237,6 @@ class ObservabilityConfig:
         "steps",
         ge=0,
     )
-    progress_bar: bool = option(
-        True, "Bars of steps and responses on a terminal; else a line every 10 seconds of a generation."
-    )
     wandb: Literal["off", "offline", "online"] = option(
         "off", "Log to Weights & Biases (needs wandb); offline: into <run_dir>/wandb."
     )
@@ -278,11 +273,6 @@ class DataConfig:
         "Shares of the train files in the prompts, on any scale, each file with its own epochs; default: each "
         "prompt once per epoch.",
     )
-    pass_rates: str | None = option(
-        None,
-        "Rollouts of the train files by tools/evaluate.py; prompts with a rate outside pass_rate_range are left out.",
-    )
-    pass_rate_range: list[float] = option([0.1, 0.9], "Least and largest share of correct responses.")
     validation_files: list[str] = option(
         [], "JSONL or parquet; a set has its file's name (gsm8k/test.parquet: test, or gsm8k-test beside another test)."
     )

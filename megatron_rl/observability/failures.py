@@ -52,7 +52,7 @@ _MEMORY_HINTS = {
     "resharding": "lower hybrid.bucket_bytes, or set actor.offload_optimizer=true and actor.offload_gradients=true",
     "save": "set checkpoint.async_save=false: a background save keeps a copy in host memory",
     "": "lower {role}.max_tokens_per_microbatch or actor.logprob_chunk_tokens, or set "
-    "{role}.recompute_granularity=full, {role}.offload_optimizer=true or {role}.offload_gradients=true; "
+    "{role}.recompute_granularity=full, {role}.offload_optimizer=true or actor.offload_gradients=true; "
     "python tools/plan.py shows what fits",
 }
 _ROOM_OF_PHASE = {"rollout": "engines", "reshard": "resharding", "verify": "resharding"}

@@ -157,14 +157,14 @@ class Pace:
 
 
 class ProgressDisplay(Sink):
-    """Sink that prints a line for each step and, if `is_wanted`, progress: bars on a terminal, else plain lines."""
+    """Sink that prints a line for each step and the progress of a generation: bars on a terminal, else plain lines."""
 
-    def __init__(self, pace: Pace, *, is_wanted: bool = True, stream: TextIO | None = None) -> None:
-        self._pace, self._is_wanted, self._stream = pace, is_wanted, stream
+    def __init__(self, pace: Pace, *, stream: TextIO | None = None) -> None:
+        self._pace, self._stream = pace, stream
         self._notes: dict[str, str] = {}
         self._said_at = 0.0
         self._bars: Progress | None = None
-        if is_wanted and (stream or sys.stdout).isatty():
+        if (stream or sys.stdout).isatty():
             self._bars = self._draw(stream)
 
     def _draw(self, stream: TextIO | None) -> Progress:
@@ -218,7 +218,7 @@ class ProgressDisplay(Sink):
                 count=f"{count.finished}/{count.total} responses",
                 note=f"{count.tokens_per_second:,.0f} tok/s",
             )
-        elif self._is_wanted and count is not None and count.seconds >= LINE_SECONDS:
+        elif count is not None and count.seconds >= LINE_SECONDS:
             now = time.monotonic()
             if now - self._said_at >= LINE_SECONDS:
                 self._said_at = now

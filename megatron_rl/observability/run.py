@@ -147,7 +147,7 @@ class Run:
             add(WandbRun(self.dir, settings, self._config_yaml, self._total_steps))
         if settings.tensorboard:
             add(TensorBoard(self.dir, after_step, settings.histograms_every))
-        self._display = ProgressDisplay(self._pace, is_wanted=settings.progress_bar)
+        self._display = ProgressDisplay(self._pace)
         add(self._display)
         replace_text(self.dir / CONFIG_FILE, self._config_yaml)
 
@@ -224,9 +224,8 @@ class Run:
                 sink.histograms(step, values)
 
     def follow_rollouts(self, store: Store) -> RolloutProgress:
-        """Return a counter of generated responses, disabled if nothing shows it; `store` is shared by all ranks."""
-        is_shown = self._settings.progress_bar or self._settings.status_port is not None
-        return RolloutProgress(store, self._show_rollout if self.is_writer else None) if is_shown else RolloutProgress()
+        """Return a counter of generated responses; `store` is shared by all ranks."""
+        return RolloutProgress(store, self._show_rollout if self.is_writer else None)
 
     def _show_rollout(self, count: RolloutCount | None) -> None:
         self._rollout, display = count, self._display

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import resource
 import shutil
 import subprocess
@@ -338,3 +339,16 @@ def explain_unusable_gpus() -> UserError | None:
         )
         + "; to run on the CPU all the same, set CUDA_VISIBLE_DEVICES= (empty)",
     )
+
+
+@contextmanager
+def keep_random_streams() -> Iterator[None]:
+    """Restore the generators of Python, numpy, torch and the current GPU after the block, even after an error."""
+    python, legacy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices, device_type="cuda"):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)

@@ -222,11 +222,9 @@ def _apply(job: Job, choice: Choice) -> Job:
 
 
 def _offload_settings(job: Job) -> list[str]:
-    settings = [
-        f"{role.section}.{leaf}" for leaf in ("offload_gradients", "offload_optimizer") for role in job.spec.trained
-    ]
+    settings = [f"{role.section}.offload_optimizer" for role in job.spec.trained]
     frozen = (role.name.partition(".further.")[0] for role in job.spec.roles.values() if not role.trainable)
-    return settings + [f"{name}.offload" for name in dict.fromkeys(frozen)]
+    return ["actor.offload_gradients", *settings, *(f"{name}.offload" for name in dict.fromkeys(frozen))]
 
 
 def _is_set(job: Job, setting: str) -> bool | str:

@@ -133,7 +133,7 @@ class Job:
 
     def with_config(self, **sections: Mapping[str, Any]) -> Job:
         """Return the job with changed settings, e.g. `actor={"offload_optimizer": True}`."""
-        config = self.config.with_sections(sections)
+        config = self.config.with_sections(sections).share_settings()
         return replace(self, config=config, spec=self.spec.with_config(config))
 
 

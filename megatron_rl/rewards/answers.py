@@ -16,7 +16,7 @@ from statistics import mode
 import numpy as np
 
 RESTATES = "restates_prompt"  # component of a reward
-_CORRECT_FROM = 0.5  # minimum reward of a correct response
+CORRECT_FROM = 0.5  # minimum reward of a correct response
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$\\]+))")
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _TOKEN = re.compile(r"\d+(?:[.,]\d+)*|\\?[^\W\d_]+|[^\s\w]|_")
@@ -130,5 +130,5 @@ def estimate_pass_at_k(rewards: np.ndarray, k: int) -> float:
         rewards: [num_prompts, n], n >= k; at least 0.5 is correct.
     """
     n = rewards.shape[1]
-    wrong = n - (rewards >= _CORRECT_FROM).sum(1)
+    wrong = n - (rewards >= CORRECT_FROM).sum(1)
     return float(np.mean([1 - comb(int(count), k) / comb(n, k) for count in wrong]))

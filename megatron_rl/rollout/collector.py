@@ -21,8 +21,7 @@ from megatron_rl.engines.protocol import SamplingConfig
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import gather_objects, raise_together, reduce_scalars
 from megatron_rl.rewards.answers import compute_validation_metrics
-from megatron_rl.rewards.plan import OVERLONG
-from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rewards.scorer import OVERLONG, Scorer
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.rollout.stream import RolloutStream

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.prompt_order import PromptBatches
+from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.engines.protocol import SamplingConfig
 from megatron_rl.types import Prompt
 

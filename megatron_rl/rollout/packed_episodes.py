@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -58,11 +57,10 @@ def _describe(rollout: Rollout) -> dict[str, Any]:
 
 
 def unpack_rollouts(tensors: Mapping[str, torch.Tensor], samples: Samples) -> dict[int, Rollout | None]:
-    """Return rollouts by key, `None` for samples of which only the key was kept.
-
-    Older checkpoints contain responses without prompts in place of "episodes".
-    """
+    """Return rollouts by key, `None` for samples of which only the key was kept."""
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    if "episodes" not in arrays:  # an older checkpoint, in another form: its samples begin again
+        return dict.fromkeys(arrays["keys"].tolist())
     bounds = np.cumsum(arrays["lengths"])[:-1]
     count = len(bounds) + 1
 
@@ -78,17 +76,6 @@ def unpack_rollouts(tensors: Mapping[str, torch.Tensor], samples: Samples) -> di
         routes = [part if len(part) else None for part in np.split(arrays["routes"], stops)]
     rewards = [None if worth is None or np.isnan(worth).any() else worth for worth in split("rewards")]
     found: dict[int, Rollout | None] = {}
-    if "episodes" not in arrays:  # an older checkpoint
-        rows = zip(*(arrays[name].tolist() for name in ("keys", "reasons")), strict=True)
-        parts = zip(*map(split, ("tokens", "logprobs", "versions", "inserted")), kept, routes, strict=True)
-        reasons = ("interrupted", "stop", "length")
-        for (key, reason), (tokens, logprobs, versions, inserted, sets, chosen) in zip(rows, parts, strict=False):
-            rollout = Rollout.from_response(*samples.sample_of(key), tokens, logprobs, reasons[reason], versions, sets)
-            branch = replace(rollout.branches[0], routes=chosen)
-            if inserted is not None:
-                branch.sampled[branch.num_prompt_tokens :] &= ~inserted
-            found[key] = replace(rollout, branches=[branch]) if len(tokens) else None
-        return found
     columns = [*map(split, ("tokens", "sampled", "logprobs", "versions")), arrays["prompt_lengths"].tolist()]
     branches = map(Branch, *columns, kept, rewards, routes)
     for row in json.loads(bytes(arrays["episodes"])):

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.prompt_order import PromptBatches
+from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.engines.protocol import SamplingConfig
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.rollout.episodes import describe_episodes

@@ -17,7 +17,7 @@ import torch
 from megatron_rl.checkpoint.files import find_model_files
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, RunConfig
-from megatron_rl.data.prompt_order import PromptBatches
+from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.engines.build import BuiltEngine, build_engine
 from megatron_rl.engines.protocol import EngineSpec, EngineWeights, ProbedEngine
 from megatron_rl.observability.progress import RolloutProgress
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from megatron_rl.data.prompts import PromptSet
     from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.parallel.layout import ParallelLayout
-    from megatron_rl.rewards.plan import SourceSpec
+    from megatron_rl.rewards.scorer import SourceSpec
     from megatron_rl.samples.experience import Experience
     from megatron_rl.training.roles.actor import Actor
     from megatron_rl.weights.shard_box import ShardBox

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megatron_rl.config.schema import RunConfig, TrainerConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.observability.progress import append_to_log, show_error
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.types import EXIT_FAILED, EXIT_USER_ERROR, Preempted, UserError, mark_reported, reported_code
@@ -99,11 +99,6 @@ class Guard:
         except BaseException:
             self.close()
             raise
-
-    def stop_in_debugger(self, trainer: TrainerConfig, step: int) -> None:
-        """Stop at a breakpoint if `trainer` selects this rank and step and an IDE is attached."""
-        if step == trainer.breakpoint_step and self._rank == trainer.debug_rank:
-            importlib.import_module("debugpy").breakpoint()
 
     def positions(self) -> Sequence[Position | None]:
         """Return the last heartbeat of every rank; empty in a job of one rank."""

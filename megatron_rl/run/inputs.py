@@ -24,7 +24,7 @@ from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import PromptSet, choose_teachers, load_prompts, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.extension.registry import HUB, find_entry
-from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan, check_truths
+from megatron_rl.rewards.scorer import RewardPlan, build_reward_plan, check_truths
 from megatron_rl.rewards.scoring import RewardFunction, Rule
 from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models, resolve, resolve_sft
 from megatron_rl.types import Rollout, UserError
@@ -148,11 +148,6 @@ def read_prompts(
         for name, part in validation.items()
         if trained.issuperset(prompt.text for prompt in part.prompts)
     ]
-    if data.pass_rates is not None:
-        from megatron_rl.data.pass_rates import select_by_pass_rate
-
-        train, selected = select_by_pass_rate(train, data, shaping=OVERLONG)
-        notes += selected
     check_mixture(data, train)
     choose_teachers(config, train.prompts)
     prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
@@ -172,7 +167,7 @@ def check_mixture(config: DataConfig, train: PromptSet) -> None:
             f"no prompt of {', '.join(empty)} is left",
             source="data.weights and data.train_files",
             expected="a prompt in each file that has a weight",
-            hint="raise data.max_prompt_length, widen data.pass_rate_range, or leave out the file and its weight",
+            hint="raise data.max_prompt_length, or leave out the file and its weight",
         )
 
 

@@ -228,23 +228,15 @@ def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
 
 def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
     values = {setting.name: setting for setting in settings}
-    estimator, critic, n = (values.get(name) for name in ("algorithm.adv_estimator", "critic.enable", "rollout.n"))
-    if estimator is None or estimator.value != "gae" or (critic is not None and critic.value is True):
+    estimator, n = values.get("algorithm.adv_estimator"), values.get("rollout.n")
+    names_critic = any(name.startswith("critic.") and one.layer != ASSUMED for name, one in values.items())
+    if estimator is None or estimator.value != "gae" or names_critic:
         return []
-    if critic is not None and critic.value is False:
-        sign = f"{describe(critic)} switches it off"
-    elif (
-        n is not None
-        and isinstance(n.value, int)
-        and n.value > 1
-        and not any(name.startswith("critic.") and one.layer != ASSUMED for name, one in values.items())
-    ):
-        sign = f"{describe(n)} asks for groups, as runs without a critic do"
-    else:
+    if n is None or not isinstance(n.value, int) or n.value == 1:
         return []
     return [
-        f"contradiction: {describe(estimator)} needs a critic, and {sign}; set algorithm.adv_estimator=grpo for a "
-        "run without a critic, or critic.enable=true to train one (the default with gae)"
+        f"contradiction: {describe(estimator)} needs a critic, and {describe(n)} asks for groups, as runs without a "
+        "critic do; set algorithm.adv_estimator=grpo for such a run, or a setting of the section critic"
     ]
 
 

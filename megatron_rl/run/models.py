@@ -31,7 +31,7 @@ def resolve(config: RunConfig) -> RunSpec:
     """Import the user's plugins and return the models that an RL run builds.
 
     Raises:
-        UserError: a plugin cannot be imported, the estimator is unknown or needs a disabled critic, or
+        UserError: a plugin cannot be imported, the estimator is unknown, or
             `importance_sampling = bypass` and `old_logprobs` are computed before the update.
     """
     if config.algorithm.plugins:
@@ -40,19 +40,11 @@ def resolve(config: RunConfig) -> RunSpec:
         load_plugins(config.algorithm.plugins)
     name = config.algorithm.adv_estimator
     estimator = find_entry(ADVANTAGE_ESTIMATORS, name, "algorithm.adv_estimator")
-    enable = config.critic.enable
-    if estimator.needs_values and enable is False:
-        raise UserError(
-            f"critic.enable = False contradicts algorithm.adv_estimator = {name!r}, which needs the values of a critic",
-            source="critic.enable",
-            expected="true, or null",
-            hint="remove critic.enable, or set algorithm.adv_estimator=grpo for a run without a critic",
-        )
     roles = [_make_actor(config)]
     if config.algorithm.kl_coef > 0:
         roles.append(_make_reference(config))
     roles += [_make_frozen(f"teachers.{name}", teacher, "logprob") for name, teacher in config.teachers.items()]
-    if estimator.needs_values if enable is None else enable:
+    if estimator.needs_values:
         roles.append(
             RoleSpec(
                 name="critic",

@@ -60,10 +60,6 @@ def find_dependencies(config: RunConfig) -> Dependencies:
     found["train_files"] = [Path(file) for file in config.data.train_files]
     if isinstance(order := config.data.shuffle, str):
         found["train_files"].append(Path(order.rpartition(":")[0]))
-    if config.data.pass_rates is not None:
-        from megatron_rl.data.pass_rates import list_pass_rate_files
-
-        found["train_files"] += list_pass_rate_files(config.data).values()
     found["validation_files"] = [Path(file) for file in config.data.validation_files]
     targets = [text.split(maxsplit=1)[-1] for text in config.reward.components] or [config.reward.function or ""]
     functions = {Path(target.rpartition(":")[0]) for target in targets if "://" not in target}

@@ -26,8 +26,8 @@ from megatron_rl.engines.protocol import Sampled
 from megatron_rl.parallel.collectives import Process, world
 from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.run.building import RolloutMembers, RunSinks, build_roles, build_rollout_members
+from megatron_rl.run.checkpoints import TrainingState, actor_export, side_files
 from megatron_rl.run.inputs import Parts, RlInputs
-from megatron_rl.run.state import TrainingState, actor_export, side_files
 from megatron_rl.samples.describe import find_rollouts
 from megatron_rl.samples.experience import Column, Experience, check_kind
 from megatron_rl.samples.pack import Packer

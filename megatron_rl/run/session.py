@@ -278,7 +278,6 @@ class Session:
             with self.profiler.step(step), run.timers.phase("step"):
                 if self.capsule:
                     self.capsule.begin(step)
-                self.guard.stop_in_debugger(trainer, step)
                 yield step
                 is_best = False
                 if self.inputs.validation and (step == total or trainer.test_freq and step % trainer.test_freq == 0):

@@ -21,11 +21,10 @@ from megatron_rl.run.building import (
     order_kernels,
     order_prompts,
 )
-from megatron_rl.run.checkpoints import Checkpoints
+from megatron_rl.run.checkpoints import Checkpoints, TrainingState, actor_export, side_files
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import SftInputs, localize, read_sft_inputs
 from megatron_rl.run.opening import OpenedRun, open_run
-from megatron_rl.run.state import TrainingState, actor_export, side_files
 from megatron_rl.samples.experience import Experience, replicate
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.given_losses import sft
@@ -85,7 +84,6 @@ class SftTrainer:
         for step in range((resumed or 0) + 1, self.total_steps + 1):
             self.run.timers.begin_step(step)
             with self.run.timers.phase("step"):
-                self.guard.stop_in_debugger(self.config.trainer, step)
                 samples = self.update(next(self.examples))
                 headers = samples.headers
                 self.run.count(

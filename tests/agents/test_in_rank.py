@@ -82,7 +82,7 @@ def test_answers_are_those_of_processes_and_the_rank_draws_what_it_would_have_dr
     assert before[0][2] is not None
     here = play(EpisodesInRank(setup))
     assert (random.getstate(), str(np.random.get_state())) == before
-    assert without_trace(here) == without_trace(play(EpisodeProcesses(setup, 1, 30.0, 20.0)))
+    assert without_trace(here) == without_trace(play(EpisodeProcesses(setup, 20.0)))
     assert here[0][3].finish_reason == "error" and "no game today" in here[0][3].failure
     assert here[1][2].finish_reason == "error" and here[1][2].failure.strip().endswith("SystemExit: enough")
     assert here[1][0].reward != here[1][4].reward and set(here[2]) == {0, 4}

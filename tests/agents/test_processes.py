@@ -92,7 +92,7 @@ def setup(tmp_path_factory):
 
 @pytest.fixture
 def processes(setup):
-    found = EpisodeProcesses(setup, 1, 30.0, 5.0)
+    found = EpisodeProcesses(setup, 5.0)
     yield found
     found.close_all()
 
@@ -149,7 +149,7 @@ def test_an_episode_draws_what_its_seed_says_whatever_was_drawn_before_it(setup,
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_an_episode_ends_with_the_answer_to_its_last_reply(setup, most):
-    processes, replies = EpisodeProcesses(replace(setup, max_turns=most), 1, 30.0, 5.0), 0
+    processes, replies = EpisodeProcesses(replace(setup, max_turns=most), 5.0), 0
     processes.open(0, prompt_of("never ends"))
     while (answer := processes.wait()[0]).tail is not None:
         replies += 1
@@ -159,7 +159,7 @@ def test_an_episode_ends_with_the_answer_to_its_last_reply(setup, most):
 
 
 def test_every_failure_is_an_answer_and_concerns_no_other_episode(setup):
-    processes = EpisodeProcesses(setup, 1, 30.0, 1.0)
+    processes = EpisodeProcesses(setup, 1.0)
     started = time.monotonic()
     kinds = "hangs at first", "raises at first", "hangs", "exits", "is killed", "returns nothing", "has no number"
     answers = run(processes, "ends", *kinds, "ends")
@@ -182,13 +182,6 @@ def test_what_is_shouted_goes_nowhere(processes, capfd):
     assert capfd.readouterr().out == ""
 
 
-def test_the_time_of_an_episode_covers_all_its_answers(setup):
-    processes = EpisodeProcesses(setup, 1, 0.5, 10.0)
-    (answer,) = run(processes, "hangs")
-    processes.close_all()
-    assert answer.finish_reason == "timeout" and "agents.episode_timeout_seconds = 0.5" in answer.failure
-
-
 def test_what_an_episode_has_started_ends_with_it(processes):
     assert not sleepers()
     processes.open(0, prompt_of("starts others"))
@@ -209,11 +202,11 @@ def test_no_process_outlives_a_rank_that_is_killed(setup, tmp_path):
         "import os, sys, pickle, signal\n"
         "from megatron_rl.agents.in_rank import EpisodeProcesses\n"
         f"setup, prompts = pickle.loads(open({str(tmp_path / 'args')!r}, 'rb').read())\n"
-        "processes = EpisodeProcesses(setup, 1, 30.0, 20.0)\n"
+        "processes = EpisodeProcesses(setup, 20.0)\n"
         "[processes.open(key, prompt) for key, prompt in enumerate(prompts)]\n"
         "processes.wait()\n"
         "processes.send_reply(0, [4], [0.0], 'stop')\n"
-        "print(processes._workers[0]._process.pid, *[r.pid for r in processes._running.values()], flush=True)\n"
+        "print(processes._worker._process.pid, *[r.pid for r in processes._running.values()], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     (tmp_path / "args").write_bytes(pickle.dumps((setup, [prompt_of("hangs"), prompt_of("ends")])))
@@ -232,7 +225,7 @@ HANGING = """
 import pickle, sys
 from megatron_rl.agents.in_rank import EpisodeProcesses
 setup, prompt = pickle.loads(open(sys.argv[1], "rb").read())
-processes = EpisodeProcesses(setup, 1, 300.0, 200.0)
+processes = EpisodeProcesses(setup, 200.0)
 processes.open(0, prompt)
 processes.wait()
 processes.send_reply(0, [4], [0.0], "stop")

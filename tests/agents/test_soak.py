@@ -131,7 +131,7 @@ def soak(rank: int, world_size: int, directory: Path, seeds: Sequence[int], coun
     engines, engine = EngineRanks.consecutive(range(world_size), world_size), SeededEngine()
     weights: Any = SimpleNamespace(policy_version=0, shape=SimpleNamespace(vocab_size=16))
     setup = Setup(f"{directory / 'odd.py'}:Odd", str(directory / "tokenizer.model"), {}, (), False, TURNS, 1)
-    processes = EpisodeProcesses(setup, 2, 10 * seconds, seconds)
+    processes = EpisodeProcesses(setup, seconds)
     generator = RolloutGenerator(
         BuiltEngine(engine, engine, "scripted", engines),  # type: ignore[arg-type]
         weights,

@@ -167,7 +167,7 @@ def test_all_kinds_of_tools_answer_in_an_episode_and_the_prompt_shows_them(names
     assert prompt.tools == specs and '"name": "visit"' in prompt.text
 
     setup = Setup(None, str(tmp_path), {}, (tokenizer.eos_token_id,), False, 8, 1, tools=tuple(names))
-    processes = EpisodeProcesses(setup, 1, 120.0, 60.0)
+    processes = EpisodeProcesses(setup, 60.0)
     calls = [
         ("calculate", {"expression": "12*34"}),
         ("run_python", {"code": "print(5)"}),

@@ -142,7 +142,7 @@ def test_a_metric_of_another_shape_is_refused() -> None:
 
 
 def test_gae_without_a_critic_is_refused() -> None:
-    with pytest.raises(UserError, match='"gae" needs values(.|\n)*critic.enable=true'):
+    with pytest.raises(UserError, match='"gae" needs values(.|\n)*choose an estimator'):
         compute_advantages(make_inputs(), AlgorithmConfig(adv_estimator="gae"))
 
 

@@ -32,7 +32,7 @@ from megatron_rl.checkpoint.saving import SaveOutcome
 from megatron_rl.checkpoint.torch_dist import ChunkWriter
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig
 from megatron_rl.observability.progress import open_rank_log
-from megatron_rl.run.state import actor_export
+from megatron_rl.run.checkpoints import actor_export
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.types import UserError
 from shards import find_differences

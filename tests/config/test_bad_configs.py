@@ -41,7 +41,7 @@ rollout:
   top_p: 1.5                             # 7
 rolout: {n: 8}                           # 8
 trainer:
-  breakpoint_step: 3                     # 9
+  max_failed_share: 2                    # 9
 checkpoint:
   allow_changes: [modle]                 # 10
 """

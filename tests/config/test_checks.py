@@ -33,7 +33,6 @@ def test_defaults_pass() -> None:
         ([f"{VPP}=2"], VPP, None),
         (["algorithm.kl_controller=adaptive"], "algorithm.kl_controller", "fixed"),
         (["algorithm.kl_in=reward"], "algorithm.kl_in", "loss"),
-        (["data.pass_rate_range=[0, 0.5]"], "data.pass_rate_range", [0.1, 0.9]),
         (["reward_model.path=judge", "reward.components=[1.0 math]"], "reward_model.path", None),
         (["reward_model.further.a.path=judge", "reward.components=[1.0 math]"], "reward_model.further", {}),
         (["actor.min_lr=1e-3"], "actor.min_lr", 0.0),

@@ -18,7 +18,7 @@ GIVEN = ["model.path=m", "data.train_files=[t.jsonl]", "data.train_batch_size=8"
         (["reward_model.zero_stage=2"], "reward_model.zero_stage"),
         (["actor.zero_stage=3", "actor.step_mode=static"], "actor.step_mode"),
         (["critic.zero_stage=3", "critic.step_mode=graph"], "critic.step_mode"),
-        (["critic.zero_stage=3", "critic.overlap_grad_reduce=true"], "critic.overlap_grad_reduce"),
+        (["critic.zero_stage=3", "actor.overlap_grad_reduce=true"], "actor.overlap_grad_reduce"),
         (["actor.zero_stage=3", "actor.lora.rank=8"], "actor.lora.rank"),
         (["critic.zero_stage=3", "critic.optimizer=muon"], "critic.optimizer"),
         (["actor.zero_stage=3", "reference.offload=true"], "reference.offload"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.config.sections import reduce_weights
 from megatron_rl.data.chosen_order import Turns
-from megatron_rl.data.prompt_order import PromptBatches
+from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.types import Prompt, UserError
 
 

@@ -16,8 +16,7 @@ import pytest
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig
 from megatron_rl.data.chosen_order import find_order
-from megatron_rl.data.prompt_order import PromptBatches
-from megatron_rl.data.prompts import name_files
+from megatron_rl.data.prompts import PromptBatches, name_files
 from megatron_rl.data.rows import read_rows
 from megatron_rl.run.inputs import localize
 from megatron_rl.types import Prompt, UserError

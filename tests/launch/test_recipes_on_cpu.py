@@ -78,7 +78,6 @@ def shrink(recipe: dict[str, Any]) -> tuple[int, list[str]]:
         *(f"{k}={v}" for k, v in layout.items()),
         *(["reward.overlong_buffer_length=4"] if "overlong_buffer_length" in recipe["reward"] else []),
         *(["actor.step_mode=static"] if "step_mode" in recipe["actor"] else []),  # graph without capture
-        *(["agents.workers=1"] if "agents" in recipe else []),  # each imports transformers
     ]
     return math.prod(sizes), overrides
 

@@ -175,7 +175,7 @@ def test_numbers_that_are_missing_are_passed_over() -> None:
 
 def test_a_run_tells_its_alarms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Console, summary and TensorBoard show an alarm; a resumed run does not repeat it."""
-    settings = ObservabilityConfig(health=replace(SETTINGS, window=3), progress_bar=False)
+    settings = ObservabilityConfig(health=replace(SETTINGS, window=3))
     for first, last in ((1, 6), (7, 8)):
         run = Run(tmp_path, "", 8, settings, 0)
         run.start(first - 1 if first > 1 else None)

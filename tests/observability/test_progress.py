@@ -108,20 +108,6 @@ def test_without_a_terminal_a_long_rollout_says_a_line_now_and_then(monkeypatch:
     assert LINE_SECONDS == 10.0
 
 
-def test_unwanted_progress_leaves_the_lines_of_steps() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    stream = Terminal()
-    display = ProgressDisplay(Pace(4), is_wanted=False, stream=stream)
-    display.show_rollout("rollout", RolloutCount(3, 40, 300, 100.0, 20.0))
-    display.log(1, {"reward/mean": 0.5})
-    display.print("a line")
-    display.close()
-    assert stream.getvalue() == "step 1/4 | reward 0.5000\na line\n"
-
-
 def test_pace() -> None:
     now = [0.0]
     pace = Pace(10, 4, clock=lambda: now[0])

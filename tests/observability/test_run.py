@@ -19,7 +19,7 @@ from megatron_rl.observability.metrics import write_summary
 from megatron_rl.observability.progress import log_path
 from megatron_rl.observability.run import Run
 
-OFF = ObservabilityConfig(tensorboard=False, progress_bar=False)
+OFF = ObservabilityConfig(tensorboard=False)
 WRITERS: dict[str, Callable[[Run], object]] = {
     "summary.json": lambda run: write_summary(run.dir),
     "config.yaml": lambda run: run.start(1),

@@ -76,7 +76,6 @@ def test_a_role_at_work_has_everything_and_one_that_waits_what_is_not_offloaded(
         "algorithm.kl_coef=0.1",
         "actor.offload_gradients=true",
         "actor.offload_optimizer=true",
-        "critic.offload_gradients=true",
         "reference.offload=true",
         "reward_model.offload=true",
     )

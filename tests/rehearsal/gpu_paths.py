@@ -45,8 +45,13 @@ from megatron_rl.engines.vllm.vllm_settings import fit_to_device
 from megatron_rl.models import attention_backends, attention_kernels
 from megatron_rl.models.offloaded_inputs import InputStore
 from megatron_rl.observability.timers import StepProfiler
-from megatron_rl.parallel.collectives import Process, current_device, init_distributed, memory_in_use
-from megatron_rl.parallel.random_streams import keep_random_streams
+from megatron_rl.parallel.collectives import (
+    Process,
+    current_device,
+    init_distributed,
+    keep_random_streams,
+    memory_in_use,
+)
 from megatron_rl.planning.cluster import find_cluster
 from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.run.loading import load_config

@@ -18,8 +18,7 @@ import pytest
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.calls import check_dispatch, check_holders
-from megatron_rl.rewards.plan import build_reward_plan, check_truths
-from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rewards.scorer import Scorer, build_reward_plan, check_truths
 from megatron_rl.rewards.scoring import COUNTS
 from megatron_rl.types import Rollout, UserError
 from reward_samples import decode, make_rollout, wait_for_end, wait_for_file, write_function

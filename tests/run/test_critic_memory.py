@@ -41,9 +41,7 @@ def test_offloaded_gradients_are_not_there_during_a_rollout(task: Path, tmp_path
     records, held = {}, {}
     for name, offload in (("kept", "false"), ("given", "true")):
         run_dir = tmp_path / name
-        overrides = overrides_for(
-            task, run_dir, *PPO, *(f"{role}.offload_gradients={offload}" for role in ("actor", "critic"))
-        )
+        overrides = overrides_for(task, run_dir, *PPO, f"actor.offload_gradients={offload}")
         [held[name]] = run_ranks(_train_watched, 1, overrides, timeout=120)
         records[name] = [
             {key: value for key, value in record.items() if key.startswith(("policy/", "value/"))}

@@ -31,13 +31,9 @@ import sys
 from pathlib import Path
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.guard import wait_for_debugger
-from megatron_rl.run.guard import Guard
-from megatron_rl.observability.timers import PhaseTimers
 
 config = wait_for_debugger(load_config(Path(sys.argv[1]), []).config)
-guard = Guard(0, PhaseTimers(), Path("log"), None, lambda: None)
 for step in range(1, 4):
-    guard.stop_in_debugger(config.trainer, step)
     doubled = 2 * step
 print("limit", config.trainer.collective_timeout)
 """
@@ -94,11 +90,11 @@ def start_ranks(num_ranks: int, output: Path, recipe: Path, *settings: str) -> s
 
 
 @needs_debugpy
-def test_the_step_to_stop_at(task: Path, tmp_path: Path) -> None:
-    """The program stops behind the call, in that step only, and waits no shorter than a week for others."""
+def test_a_program_waits_for_the_debugger(task: Path, tmp_path: Path) -> None:
+    """The program stops at a breakpoint that was set while it waited, and waits no shorter than a week for others."""
     program, output = tmp_path / "program.py", tmp_path / "output"
     program.write_text(PROGRAM)
-    recipe = write_recipe(task, tmp_path / "recipe.yaml", "trainer.debug_rank=0", "trainer.breakpoint_step=2")
+    recipe = write_recipe(task, tmp_path / "recipe.yaml", "trainer.debug_rank=0")
     with output.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, str(program), str(recipe)],
@@ -106,9 +102,10 @@ def test_the_step_to_stop_at(task: Path, tmp_path: Path) -> None:
             stderr=file,
             env=environment(PYTHONPATH=str(ROOT)),
         )
-    with DapClient(find_port(output, 0, process), {}) as client:
+    with DapClient(find_port(output, 0, process), {program: [line_of(program, "doubled =")]}) as client:
         thread, frame = client.wait_for_stop()
-        assert Path(frame["source"]["path"]) == program and client.evaluate("step", frame) == "2"
+        assert Path(frame["source"]["path"]) == program and client.evaluate("step", frame) == "1"
+        client.set_breakpoints(program, [])
         client.request("continue", threadId=thread)
         assert process.wait(180) == 0
     assert "limit 604800.0" in output.read_text()
@@ -121,7 +118,7 @@ def test_an_update_and_a_reward_are_stopped_in(task: Path, tmp_path: Path) -> No
     common = ("trainer.save_final=false", "data.validation_files=[]", "rollout.engine=hf")
     recipe = write_recipe(task, tmp_path / "recipe.yaml", *common, "trainer.collective_timeout=2")
     output = tmp_path / "output"
-    process = start_ranks(4, output, recipe, "--debug-rank", "2", "trainer.breakpoint_step=2")
+    process = start_ranks(4, output, recipe, "--debug-rank", "2")
     reward, update = task / "reward.py", ROOT / "megatron_rl/training/update.py"
     with DapClient(find_port(output, 2, process), {reward: [line_of(reward, "digits = sum")]}) as client:
         thread, frame = client.wait_for_stop()
@@ -136,9 +133,6 @@ def test_an_update_and_a_reward_are_stopped_in(task: Path, tmp_path: Path) -> No
         assert client.evaluate("(self._role, optimizer.steps)", frame) == "('actor', 0)"
         assert client.evaluate("__import__('torch').distributed.get_rank()", frame) == "2"
         client.set_breakpoints(update, [])
-        client.request("continue", threadId=thread)
-        thread, frame = client.wait_for_stop()
-        assert frame["source"]["path"].endswith("run/session.py") and client.evaluate("step", frame) == "2"
         client.request("continue", threadId=thread)
         assert process.wait(180) == 0, output.read_text()[-4000:]
     assert "no progress" not in output.read_text()
@@ -161,7 +155,7 @@ def test_an_environment_is_stopped_in(task: Path, tmp_path: Path) -> None:
         "data.max_response_length=24",
     )
     common += (f"agents.environment={file}:Dice", "actor.max_tokens_per_microbatch=256")
-    deadlines = ("trainer.collective_timeout=9", "agents.turn_timeout_seconds=8", "agents.episode_timeout_seconds=8")
+    deadlines = ("trainer.collective_timeout=9", "agents.turn_timeout_seconds=8")
     process = start_ranks(
         2, output, write_recipe(task, tmp_path / "recipe.yaml", *common, *deadlines), "--debug-rank", "1"
     )
@@ -198,12 +192,8 @@ def test_what_cannot_be_debugged_is_refused(task: Path, monkeypatch: pytest.Monk
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "debugpy" else found(name))
     load("trainer.debug_rank=3")
-    for extra, message in (
-        (["trainer.debug_rank=4"], "trainer.debug_rank = 4 in a job of 4 ranks"),
-        (["trainer.breakpoint_step=2"], "trainer.breakpoint_step = 2 without a rank that stops there"),
-    ):
-        with pytest.raises(UserError, match=message):
-            load(*extra)
+    with pytest.raises(UserError, match="trainer.debug_rank = 4 in a job of 4 ranks"):
+        load("trainer.debug_rank=4")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "debugpy" else found(name))
     with pytest.raises(UserError, match=r"needs the package debugpy(.|\n)*pip install debugpy"):
         load("trainer.debug_rank=3")

@@ -125,7 +125,7 @@ def test_a_teacher_is_a_role_with_a_section_of_its_own() -> None:
     ("overrides", "names"),
     [
         ((), ["actor"]),
-        (("critic.enable=true",), ["actor", "critic"]),
+        (("algorithm.adv_estimator=gae",), ["actor", "critic"]),
         (("algorithm.kl_coef=1e-6",), ["actor", "reference"]),
         (("reference.path=old",), ["actor"]),
     ],
@@ -136,14 +136,9 @@ def test_what_builds_a_role(overrides: tuple[str, ...], names: list[str]) -> Non
     assert list(spec.roles) == names and {role.path for role in spec.roles.values()} == {"policy"}
 
 
-def test_an_estimator_without_its_critic_is_refused() -> None:
-    with pytest.raises(UserError, match="critic.enable = False contradicts"):
-        resolve(make_config("algorithm.adv_estimator=gae", "critic.enable=false"))
-
-
 def test_the_roles_stay_under_other_layouts() -> None:
     """The planner varies layouts and offloading, not the set of roles."""
-    config = make_config("algorithm.kl_coef=0.1", "critic.enable=true")
+    config = make_config("algorithm.kl_coef=0.1", "algorithm.adv_estimator=gae")
     other = replace(
         config,
         actor=replace(config.actor, tensor_model_parallel_size=4),

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from distributed import run_ranks
-from megatron_rl.data.prompt_order import PromptBatches
+from megatron_rl.data.prompts import PromptBatches
 from rl_runs import layout_overrides, overrides_for, read_records, train
 from tools.conversion.conversion import convert_to_megatron
 from tools.conversion.units import Workers

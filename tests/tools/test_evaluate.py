@@ -15,11 +15,8 @@ import pytest
 
 from distributed import run_ranks
 from launch_runs import assert_succeeded, fork_program
-from megatron_rl.config.sections import DataConfig
-from megatron_rl.data.pass_rates import select_by_pass_rate
-from megatron_rl.data.prompts import load_prompts
-from megatron_rl.data.tokenizer import load_tokenizer
 from rl_runs import layout_overrides, overrides_for, read_records, train
+from tools._evaluation import write_chosen
 from tools._weights import find_weights
 from tools.viewer.rollout_page import write_page
 
@@ -66,7 +63,7 @@ def test_a_checkpoint_in_another_layout(
 ) -> None:
     """The run's numbers to the last bit, from the run directory, with PP 2 and one engine of TP 2.
 
-    The rollouts that are written open in the viewer, and prompts can be chosen by them.
+    The rollouts that are written open in the viewer, and prompts are chosen by them.
     """
     codes = run_tool(
         2,
@@ -77,6 +74,9 @@ def test_a_checkpoint_in_another_layout(
         tmp_path / "report.json",
         "--rollouts",
         tmp_path / "rollouts",
+        "--choose",
+        0.25,
+        0.75,
     )
     report = json.loads((tmp_path / "report.json").read_text())
     assert codes == [0, 0]
@@ -102,17 +102,31 @@ def test_a_checkpoint_in_another_layout(
         assert kept.items() <= row.items() and kept["num_tokens"] == len(row["tokens"]) and "tokens" not in kept
     assert sum(row["reward"] for row in rows) / 64 == pytest.approx(found["validation/validation/accuracy"])
     assert {row["policy_version"] for row in rows} == {4}
-    data = DataConfig(
-        train_files=[f"{task}/validation.jsonl"],
-        train_batch_size=1,
-        max_prompt_length=8,
-        pass_rates=str(tmp_path / "rollouts"),
-        pass_rate_range=[0.25, 0.75],
-    )
-    kept, _ = select_by_pass_rate(load_prompts(data.train_files, load_tokenizer(task / "model"), data), data, "")
     correct = {i: sum(row["reward"] >= 0.5 for row in rows if row["prompt_id"] == i) for i in range(16)}
-    assert [prompt.prompt_id for prompt in kept.prompts] == [i for i in range(16) if 1 <= correct[i] <= 3]
-    assert 0 < len(kept.prompts) < 16
+    lines = (task / "validation.jsonl").read_text().splitlines()
+    expected = [json.loads(line) for i, line in enumerate(lines) if 1 <= correct[i] <= 3]
+    chosen = (tmp_path / "rollouts/validation/chosen.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in chosen] == expected and 0 < len(chosen) < 16
+
+
+def test_prompts_are_chosen_by_their_pass_rates(tmp_path: Path) -> None:
+    """Both ends of the range count; a length penalty makes no answer wrong; a failed episode does not count."""
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "text {i}"}}\n' for i in range(6)))
+    right, wrong = {"reward": 0.25, "reward_components": {"math": 1.0, "overlong": -0.75}}, {"reward": 0.0}
+    rates = {0: 0, 1: 1, 2: 2, 3: 4}  # row 4 has failed episodes only, row 5 was not measured
+    rows = [
+        {"prompt_id": i, "finish_reason": "stop", "reward_components": {}} | (right if sample < rate else wrong)
+        for i, rate in rates.items()
+        for sample in range(4)
+    ]
+    failed = ({"finish_reason": "timeout"}, {"reward_components": {"service_failures": 1.0}})
+    rows += [rows[0] | {"prompt_id": i} | change for i in (2, 4) for change in failed]
+
+    def choose(low: float, high: float) -> list[int]:
+        write_chosen(tmp_path / "chosen.jsonl", str(tmp_path / "train.jsonl"), rows, low, high)
+        return [int(json.loads(line)["prompt"][-1]) for line in (tmp_path / "chosen.jsonl").read_text().splitlines()]
+
+    assert (choose(0.25, 0.5), choose(0.3, 0.9), choose(0, 1)) == ([1, 2], [2], [0, 1, 2, 3])
 
 
 def test_a_run_by_its_own_config_and_plain_python(task: Path, trained: Path, tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ import pytest
 import requests
 
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.rewards.plan import build_reward_plan
-from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rewards.scorer import Scorer, build_reward_plan
 from reward_samples import decode, make_rollout
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "reward_service.py"

@@ -42,8 +42,8 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.run.building import build_role, build_rollout
+from megatron_rl.run.checkpoints import actor_export
 from megatron_rl.run.models import RoleInputs, resolve
-from megatron_rl.run.state import actor_export
 from megatron_rl.samples.batch import Padding, build_train_batch
 from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.transfer.certificate import CertificateError

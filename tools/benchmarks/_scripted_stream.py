@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.data.prompt_order import PromptBatches
+from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import SamplingConfig
 from megatron_rl.observability.progress import RolloutProgress

@@ -139,7 +139,6 @@ def make_config(capsule: Capsule, run_dir: Path, overrides: Sequence[str]) -> Ru
         "train_files": [str(capsule.directory / ROLLOUTS_FILE)],
         "weights": None,
         "shuffle": True,
-        "pass_rates": None,
         "validation_files": [],
         "prompt_key": "prompt",
         "answer_key": "answer",
@@ -150,7 +149,6 @@ def make_config(capsule: Capsule, run_dir: Path, overrides: Sequence[str]) -> Ru
         "run_dir": str(run_dir),
         "capture_step": None,
         "debug_rank": None,
-        "breakpoint_step": None,
         "test_freq": 0,
         "val_before_train": False,
         "best_metric": None,
@@ -158,7 +156,7 @@ def make_config(capsule: Capsule, run_dir: Path, overrides: Sequence[str]) -> Ru
         "save_final": False,
         "profile_steps": [],
     }
-    sections["observability"] = {"tensorboard": False, "progress_bar": False}
+    sections["observability"] = {"tensorboard": False}
     return load_config(sections, overrides).config
 
 

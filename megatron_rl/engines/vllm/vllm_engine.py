@@ -53,7 +53,7 @@ from megatron_rl.engines.vllm.vllm_settings import (
 from megatron_rl.models.attention_backends import attend, build_segments
 from megatron_rl.models.segments import Segments
 from megatron_rl.parallel.batch_invariant import compute_all_logprobs, multiply
-from megatron_rl.parallel.random_streams import keep_random_streams
+from megatron_rl.parallel.collectives import keep_random_streams
 from megatron_rl.samples.prefix import SegmentKeys
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape

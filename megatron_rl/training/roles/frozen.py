@@ -21,7 +21,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import choose_teachers
 from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.collectives import reduce_scalars, share_object, world
-from megatron_rl.rewards.plan import SourceSpec, refuse_reward
+from megatron_rl.rewards.scorer import SourceSpec, refuse_reward
 from megatron_rl.rewards.scoring import LARGEST
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.samples.experience import Experience
