@@ -31,8 +31,15 @@ from megatron_rl.extension.registry import find_engine
 TRAINED = ("actor", "critic")  # sections of roles with an optimizer
 FULLY_SHARDED = 3  # the `zero_stage` in which ranks share weights
 STREAMED_BYTES = 512 << 20  # moments on a GPU at a time with `offload_optimizer: stream`; one parameter may have more
-# Settings of the actor that the critic and teachers take over; the reward model keeps the defaults.
-ACTOR_DECIDES = ("share_prompts", "logprob_chunk_tokens", "adam_eps", "bucket_tokens", "graph_memory_gib")
+# Settings of the actor that the critic and teachers take over; the reward model takes over the last, else the default.
+ACTOR_DECIDES = (
+    "share_prompts",
+    "logprob_chunk_tokens",
+    "adam_eps",
+    "bucket_tokens",
+    "graph_memory_gib",
+    "zero_shard_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +85,9 @@ class LayoutConfig:
     )
     zero_stage: Literal[0, 1, 3] = option(
         1, "Sharded over DP and CP: 0, nothing; 1, optimizer states; 3, weights and gradients as well (FSDP)."
+    )
+    zero_shard_size: int | None = option(
+        None, "Stage 3 of any role: ranks that a replica is sharded over (HSDP); default: all.", "ranks", ge=1
     )
 
 
@@ -389,7 +399,7 @@ class RunConfig:
 
     def share_settings(self) -> RunConfig:
         """Return the config in which critic and teachers have the actor's values of the settings `ACTOR_DECIDES`."""
-        changes = {}
+        changes: dict[str, dict[str, Any]] = {"reward_model": {"zero_shard_size": self.actor.zero_shard_size}}
         for name in ("critic", *(f"teachers.{teacher}" for teacher in self.teachers)):
             section = self.section(name)
             changes[name] = {leaf: getattr(self.actor, leaf) for leaf in ACTOR_DECIDES if hasattr(section, leaf)}
