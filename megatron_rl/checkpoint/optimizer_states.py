@@ -73,27 +73,6 @@ def count_steps(role: SavedRole) -> int:
     return found.pop() if found else role.optimizer.steps
 
 
-def create_states(role: SavedRole, steps: int) -> None:
-    """Allocate the optimizer states that exist after `steps` steps."""
-    # torch's Adam counts steps in every state, apex's and Transformer Engine's in the group, and Muon not at all.
-    for shard in list_state_shards(role.model.stages, role.optimizer.megatron):
-        optimizer, main = shard.optimizer, shard.main
-        names = role.optimizer.moments(main)
-        optimizer.state.pop(main, None)
-        counts_in_state = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
-        if not counts_in_state:
-            for group in optimizer.param_groups:
-                group["step"] = steps
-        if steps:
-            device = "cpu" if getattr(optimizer, "keeps_moments_on_host", False) else main.device
-            optimizer.state[main] = {name: torch.zeros_like(main, dtype=torch.float32, device=device) for name in names}
-            if counts_in_state and names == MOMENTS:
-                on_device = any(optimizer.defaults.get(name) for name in ("capturable", "fused"))
-                optimizer.state[main]["step"] = torch.tensor(
-                    float(steps), dtype=torch.float32, device=main.device if on_device else None
-                )
-
-
 def make_state_pieces(role: SavedRole, rank: int, saved_by: Holders | None) -> Iterator[Piece]:
     """Yield this rank's optimizer states as pieces: all, or with `saved_by`, the holders of each box, those to save."""
     from megatron_rl.weights.packed_experts import find_fused

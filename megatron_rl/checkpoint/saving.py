@@ -275,7 +275,7 @@ def _write(pending: _Pending, pieces: Mapping[str, list[Piece]], rank_state: Ran
 
 
 # Generators of a rank: torch's, CUDA's, numpy's, Python's, and megatron-core's named streams.
-_STREAM = "megatron."
+RNG_STREAM = "megatron."
 
 
 def read_rng() -> dict[str, torch.Tensor]:
@@ -294,26 +294,5 @@ def read_rng() -> dict[str, torch.Tensor]:
         states["cuda"] = torch.cuda.get_rng_state()
     for name, state in not_none(get_cuda_rng_tracker()).get_states().items():
         # with CUDA graphs a stream is a generator registered with the graphs, else its state
-        states[_STREAM + name] = state.get_state() if isinstance(state, torch.Generator) else state
+        states[RNG_STREAM + name] = state.get_state() if isinstance(state, torch.Generator) else state
     return states
-
-
-def restore_rng(states: dict[str, torch.Tensor]) -> None:
-    """Set all generators to states from `read_rng` (CUDA's only if available)."""
-    torch.set_rng_state(states["torch"])
-    version, *python = states["python"].tolist()
-    gauss = states["python.gauss"].tolist()
-    random.setstate((version, tuple(python), gauss[0] if gauss else None))
-    *keys, position, has_gauss = states["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, states["numpy.gauss"].item()))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    tracker = not_none(get_cuda_rng_tracker())
-    known = tracker.get_states()
-    saved = {name.removeprefix(_STREAM): state for name, state in states.items() if name.startswith(_STREAM)}
-    for name in known.keys() & saved.keys():
-        if isinstance(known[name], torch.Generator):
-            known[name].set_state(saved[name])
-        else:
-            known[name] = saved[name]
-    tracker.set_states(known)

@@ -456,24 +456,6 @@ def _read_budget(parts: Parts, tokens: Setting, sharing: Sequence[str], target: 
     return replace(tokens, name=target, value=tokens.value * ranks if is_scaled else tokens.value)
 
 
-_SHARD_SIZES = tuple(
-    f"{section}.{leaf}"
-    for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "critic.model", "reward_model.model")
-    for leaf in ("fsdp_config.fsdp_size", "fsdp.fsdp_size")
-)
-
-
-def _combine_shard_sizes(parts: Parts) -> Combined:
-    """Ignore verl's HYBRID_SHARD, shards within groups of ranks and copies between them."""
-    for size in (parts[name] for name in _SHARD_SIZES if name in parts):
-        if size.value not in (None, -1):
-            yield note(
-                size,
-                "zero_stage shards over all data-parallel ranks instead of so many (HYBRID_SHARD): the numbers are the "
-                "same, what is sharded takes less memory, and traffic between nodes is higher",
-            )
-
-
 _REF_BUDGET = tuple(f"actor_rollout_ref.ref.log_prob_{leaf}" for leaf in ("max_token_len_per_gpu", "use_dynamic_bsz"))
 _DYNAMIC = f"{_ACTOR}.use_dynamic_bsz"
 
@@ -733,7 +715,6 @@ GROUPS: tuple[AliasGroup, ...] = (
             "reward.reward_kwargs.overlong_buffer_cfg",
         )
     ),
-    AliasGroup(_SHARD_SIZES, "nothing: zero_stage shards over all data-parallel ranks", _combine_shard_sizes),
     AliasGroup(
         _REF_BUDGET,
         "reference.max_tokens_per_microbatch: the number of tokens of a GPU times the ranks that share a sequence",

@@ -22,6 +22,7 @@ FSDP = f"{MEGATRON}; zero_stage=3 of a role shares its weights as FSDP does"
 _SHARED = "the engine uses the actor's weights while it generates, there is nothing to gain"
 CHECKPOINTING = ((True, "full"), (False, "none"))
 STAGES = ((True, 3), (False, 1))  # of `reshard_after_forward`
+SHARD_SIZE = Renamed("actor.zero_shard_size", ((-1, None),))
 FUSED = "the program chooses its kernels"
 _LR_STYLE = (("constant", "constant"), ("linear", "linear"), ("cosine", "cosine"))
 PACKED = "sequences are always packed"
@@ -165,6 +166,7 @@ _CLASSES = "verl's classes of tools and agent loops are not loaded; see docs/age
 
 
 _ACTOR: dict[str, Alias] = trainable_names("actor") | {
+    **each("fsdp_config.fsdp_size fsdp.fsdp_size veomni.fsdp_size", SHARD_SIZE),
     "ppo_mini_batch_size": Renamed("actor.ppo_mini_batch_size"),
     "ppo_epochs": Renamed("actor.ppo_epochs"),
     "rollout_n": SameAs("rollout.n"),

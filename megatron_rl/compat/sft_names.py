@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.compat.kinds import Alias, AliasGroup, Combined, Ignored, Only, Parts, Renamed, each, put
 from megatron_rl.compat.name_groups import betas_group, budget_group, lora_group, rate_group, sequence_parallel_group
-from megatron_rl.compat.name_tables import FSDP, MODEL, PACKED, PATTERNS, trainable_names
+from megatron_rl.compat.name_tables import FSDP, MODEL, PACKED, PATTERNS, SHARD_SIZE, trainable_names
 from megatron_rl.config.sources import ASSUMED, Setting
 from megatron_rl.types import UserError
 
@@ -49,6 +49,7 @@ ALIASES: Mapping[str, Alias] = {
     **{name: alias for name, alias in _ACTOR.items() if name.startswith("optim.")},
     **{f"engine.{name.partition('.')[2]}": alias for name, alias in _ACTOR.items() if name.startswith(_ENGINES)},
     **{f"model.{name}": alias for name, alias in MODEL.items() if name != "path"},
+    "engine.fsdp_size": SHARD_SIZE,
     **each("engine.param_offload engine.grad_offload", Ignored("weights and gradients stay on the device")),
     "engine.optimizer_offload": Ignored("optimizer states stay on the device"),
     **each("engine optim model.strategy", Ignored(FSDP)),

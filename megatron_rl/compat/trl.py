@@ -119,7 +119,8 @@ ALIASES: dict[str, Alias] = {
     **each("dataloader_num_workers dataset_num_proc remove_unused_columns", Ignored(_READING)),
     **each("deepspeed ddp_timeout", Ignored("the layout of the section actor decides")),
     "fsdp": Only(
-        (False, True, "", "full_shard", "full_shard auto_wrap"), "zero_stage=3 of a role shards over all ranks"
+        (False, True, "", "full_shard", "full_shard auto_wrap"),
+        "for hybrid_shard, set actor.zero_stage=3 and actor.zero_shard_size",
     ),
     "per_device_eval_batch_size": Ignored(_ENGINE),
 }

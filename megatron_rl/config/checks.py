@@ -19,7 +19,7 @@ from typing import Any
 from megatron_rl.config.checked import CheckedConfig, Mistakes
 from megatron_rl.config.fields import FieldInfo, list_fields, list_options
 from megatron_rl.config.rendering import render
-from megatron_rl.config.schema import TRAINED, ActorConfig, DataConfig, ModelConfig, RunConfig
+from megatron_rl.config.schema import FULLY_SHARDED, TRAINED, ActorConfig, DataConfig, ModelConfig, RunConfig
 from megatron_rl.extension.registry import name_engines
 
 # Settings and sections of the features that `feature_checks.py` checks, and their values if no feature is in use.
@@ -230,6 +230,8 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
     yield is_alone, "reference.offload", "the reference is the actor without its adapters (actor.lora.rank)"
     for leaf in ("max_tokens_per_microbatch", "reset_every"):
         yield no_kl, f"reference.{leaf}", "algorithm.kl_coef is 0: there is no reference"
+    stages = [role.zero_stage for role in (config.actor, config.critic, config.reward_model, *config.teachers.values())]
+    yield FULLY_SHARDED not in stages, "actor.zero_shard_size", "zero_stage is 3 for no role"
     yield config.rollout.supports("is_actor"), "hybrid.alias_weights", f"{engine} has no weights of its own"
     yield not config.rollout.supports("is_server"), "rollout.server", f"{engine} is no server"
     yield config.layout.mode == "given", "layout.lengths", "layout.mode is 'given'"

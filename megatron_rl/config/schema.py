@@ -32,10 +32,10 @@ TRAINED = ("actor", "critic")  # sections of roles with an optimizer
 REWARD_MODEL = "model"  # the source of rewards; NAME of `reward_model.further` is model:NAME
 FULLY_SHARDED = 3  # the `zero_stage` in which ranks share weights
 STREAMED_BYTES = 512 << 20  # moments on a GPU at a time with `offload_optimizer: stream`; one parameter may have more
-# Settings of the actor that the critic and teachers take over; the reward model keeps the defaults.
+# Settings of the actor that the critic and teachers take over; the reward model takes over the last, else the default.
 ACTOR_DECIDES = (
     *("share_prompts", "logprob_chunk_tokens", "adam_eps", "bucket_tokens", "graph_memory_gib"),
-    *("offload_gradients", "overlap_grad_reduce"),
+    *("offload_gradients", "overlap_grad_reduce", "zero_shard_size"),
 )
 
 
@@ -82,6 +82,9 @@ class LayoutConfig:
     )
     zero_stage: Literal[0, 1, 3] = option(
         1, "Sharded over DP and CP: 0, nothing; 1, optimizer states; 3, weights and gradients as well (FSDP)."
+    )
+    zero_shard_size: int | None = option(
+        None, "Stage 3 of any role: ranks that a replica is sharded over (HSDP); default: all.", "ranks", ge=1
     )
 
 
@@ -406,7 +409,7 @@ class RunConfig:
 
     def share_settings(self) -> RunConfig:
         """Return the config in which critic and teachers have the actor's values of the settings `ACTOR_DECIDES`."""
-        changes = {}
+        changes: dict[str, dict[str, Any]] = {"reward_model": {"zero_shard_size": self.actor.zero_shard_size}}
         for name in ("critic", *(f"teachers.{teacher}" for teacher in self.teachers)):
             section = self.section(name)
             changes[name] = {leaf: getattr(self.actor, leaf) for leaf in ACTOR_DECIDES if hasattr(section, leaf)}

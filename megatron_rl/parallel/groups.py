@@ -28,6 +28,7 @@ class ParallelGroups:
         world: all ranks of the role.
         tp, pp, cp, dp: groups along one axis each.
         collection: the groups for megatron-core.
+        replicas: ranks with this rank's ZeRO-3 shards of dense parameters, and of experts; `None` without replicas.
     """
 
     layout: ParallelLayout
@@ -39,6 +40,7 @@ class ParallelGroups:
     cp: dist.ProcessGroup
     dp: dist.ProcessGroup
     collection: ProcessGroupCollection
+    replicas: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 
     @property
     def is_last_stage(self) -> bool:
@@ -60,6 +62,11 @@ def list_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
     }
     of_experts = dict(ep=("ep",), expt_tp=("tp",), expt_dp=("dp",), tp_ep=("tp", "ep"), tp_ep_pp=("tp", "ep", "pp"))
     found |= {name: layout.expert_group_of(rank, *axes) for name, axes in of_experts.items()}
+    for name, size in zip(("dp_cp", "expt_dp"), layout.shard_sizes, strict=True):
+        at = found[name].index(rank)
+        found[f"intra_{name}"] = found[name][at - at % size :][:size]
+        if layout.shard_size:
+            found[f"inter_{name}"] = found[name][at % size :: size]
     found["embd"] = sorted({found["pp"][0], found["pp"][-1]})
     return found
 
@@ -99,15 +106,13 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
             made[key] = make_group(ranks, timeout)
         of[name] = made[key]
     connect(of["pp"], current_device())
-    # There is one instance of the distributed optimizer: "intra" groups are the whole data parallel groups.
-    # `tp_dp_cp` only serves auxiliary losses, which are off.
+    # There is one instance of the distributed optimizer: without ZeRO-3, "intra" groups are the whole data parallel
+    # groups. `tp_dp_cp` only serves auxiliary losses, which are off.
     collection = ProcessGroupCollection(
-        **{name: group for name, group in of.items() if name not in ("tp_pp", "world")},
+        **{name: group for name, group in of.items() if name not in ("tp_pp", "world") and "inter_" not in name},
         mp=of["tp_pp"],
         pos_embd=None,
         tp_dp_cp=None,
-        intra_dp_cp=of["dp_cp"],
-        intra_expt_dp=of["expt_dp"],
         intra_dist_opt=of["world"],
         inter_dist_opt=None,
         hcp=None,
@@ -123,6 +128,7 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
         at=layout.coordinates(rank),
         expert_at=layout.expert_coordinates(rank),
         collection=collection,
+        replicas=(of.get("inter_dp_cp"), of.get("inter_expt_dp")),
         **{name: own[name] for name in ("world", "tp", "pp", "cp", "dp")},
     )
 

@@ -43,6 +43,7 @@ class ParallelLayout:
         vpp_size: model chunks per pipeline stage; 1 means no interleaving.
         first_rank: first of the role's consecutive ranks.
         etp_size: tensor parallel size of experts, 1 or `tp_size` (also if `None`).
+        shard_size: CP and DP ranks that hold the parameters together under ZeRO-3; all if `None`.
     """
 
     world_size: int
@@ -53,6 +54,7 @@ class ParallelLayout:
     ep_size: int = 1
     first_rank: int = 0
     etp_size: int | None = None
+    shard_size: int | None = None
 
     def __post_init__(self) -> None:
         model = self.tp_size * self.pp_size * self.cp_size
@@ -121,6 +123,13 @@ class ParallelLayout:
     def expert_replicas(self) -> int:
         """Number of ranks of a stage with the same shard of the same experts."""
         return self.stage_size // (self.expert_tp_size * self.ep_size)
+
+    @property
+    def shard_sizes(self) -> tuple[int, int]:
+        """Numbers of ranks that together hold dense parameters, and an expert, under ZeRO-3."""
+        replicas = self.cp_size * self.dp_size
+        size = self.shard_size or replicas
+        return size, max(1, self.expert_replicas * size // replicas)
 
     @property
     def has_expert_replicas(self) -> bool:

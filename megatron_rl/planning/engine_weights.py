@@ -38,7 +38,7 @@ def count_engine_bytes(job: Job) -> int:
 def count_own_bytes(job: Job, rank: int) -> int:
     """Return the bytes of an engine rank's weights that do not share the actor's storage, and of separate adapters."""
     config, shape, itemsize = job.config, job.shape, DTYPE_BYTES[job.config.model.dtype]
-    is_whole = config.actor.zero_stage != FULLY_SHARDED or job.layout.dp_size * job.layout.cp_size == 1
+    is_whole = config.actor.zero_stage != FULLY_SHARDED or job.layout.shard_sizes[0] == 1
     is_served = config.rollout.supports("is_server")
     adapters, is_merged = job.adapters_of(job.spec.roles["actor"]), config.hybrid.lora == "merge"
     own = count_engine_bytes(job)

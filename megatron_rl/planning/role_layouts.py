@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
@@ -19,7 +21,7 @@ def build_layout(config: LayoutConfig, world_size: int, first_rank: int = 0) -> 
     Raises:
         UserError: the sizes do not divide the number of ranks.
     """
-    return ParallelLayout(
+    layout = ParallelLayout(
         world_size,
         first_rank=first_rank,
         tp_size=config.tensor_model_parallel_size,
@@ -29,6 +31,8 @@ def build_layout(config: LayoutConfig, world_size: int, first_rank: int = 0) -> 
         ep_size=config.expert_model_parallel_size,
         etp_size=config.expert_tensor_parallel_size,
     )
+    size = config.zero_shard_size if config.zero_stage == FULLY_SHARDED else None
+    return replace(layout, shard_size=size) if size and size < layout.shard_sizes[0] else layout
 
 
 def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLayout:
@@ -58,10 +62,10 @@ def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLay
         from megatron_rl.weights.quantization import check_quantization
 
         check_quantization(shape, layout.tp_size, role.section)
-    if shape.num_experts and role.settings.zero_stage == FULLY_SHARDED:
-        from megatron_rl.weights.row_shards import check_shared_experts
+    if role.settings.zero_stage == FULLY_SHARDED:
+        from megatron_rl.weights.row_shards import check_shards
 
-        check_shared_experts(layout, shape, role.section)
+        check_shards(layout, shape, role.section)
     return layout
 
 

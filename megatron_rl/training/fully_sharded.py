@@ -2,7 +2,9 @@
 """ZeRO-3 (1910.02054) with torch's FSDP2: data and context parallel ranks shard the rows of every parameter.
 
 Embedding, last norm and output layer stay gathered until the pass ends. Expert-parallel experts are gathered from their
-replicas only. Gradients are reduced in every microbatch's backward. Parameters without gradients (router biases, a few
+replicas only. Gradients are reduced in every microbatch's backward. With the layout's `shard_size`, the shards of a
+group of ranks are replicated in other groups (hybrid sharding, 2304.11277), and gradients summed over the replicas once
+per update. Parameters without gradients (router biases, a few
 float32 values) are replicated. A trained bfloat16 model has float32 shards, cast to bfloat16 for the gather.
 """
 
@@ -50,9 +52,8 @@ def build_sharded(
     stages.requires_grad_(is_trained)
     device = current_device()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    mesh, experts = (
-        DeviceMesh.from_group(group, device.type) for group in (groups.collection.dp_cp, groups.collection.expt_dp)
-    )
+    of_shards = groups.collection.intra_dp_cp, groups.collection.intra_expt_dp
+    mesh, experts = (DeviceMesh.from_group(group, device.type) for group in of_shards)
     attributes = {name: dict(vars(p)) for name, p in stages.named_parameters()}
     for stage in cast(Iterable[Any], stages):
         for layer in stage.decoder.layers:
@@ -134,6 +135,9 @@ class ShardedAdam(FP32Optimizer):
             if p.requires_grad:
                 shard = torch.nn.Parameter(local_values(p))
                 _note(shard, vars(p))
+                replicas = groups.replicas[".experts." in name]
+                if replicas is not None and replicas.rank():
+                    vars(shard)["shared"] = True  # the norm counts the first replica only
                 vars(p)["main_param"] = shard
                 self._shards.append((name, p, shard))
         matrices, vectors = ([shard for *_, shard in self._shards if (shard.ndim > 1) == n] for n in (True, False))
@@ -155,6 +159,8 @@ class ShardedAdam(FP32Optimizer):
         copies: list[torch.Tensor] = []
         for name, p, shard in self._shards:
             shard.grad = torch.zeros_like(shard) if p.grad is None else local_values(p.grad)
+            if self._groups.layout.shard_size and shard.numel():
+                dist.all_reduce(shard.grad, group=self._groups.replicas[".experts." in name])
             is_norm_of_heads = self._has_head_norms and ("q_layernorm" in name or "k_layernorm" in name)
             if is_norm_of_heads or (self._sequence_parallel and getattr(p, "sequence_parallel", False)):
                 parts.append(shard.grad)

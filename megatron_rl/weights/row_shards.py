@@ -30,19 +30,27 @@ _EXPERT_KINDS = ("gate", "up", "down")
 
 def find_shard_places(layout: ParallelLayout, rank: int) -> tuple[Share, Share]:
     """Return a rank's share of dense parameters, and of experts, under ZeRO-3."""
-    at, replicas = layout.coordinates(rank), layout.cp_size * layout.dp_size
-    experts = layout.expert_coordinates(rank).dp
-    return Share(replicas, at.cp + layout.cp_size * at.dp), Share(layout.expert_replicas, experts)
+    at, (dense, experts) = layout.coordinates(rank), layout.shard_sizes
+    place = at.cp + layout.cp_size * at.dp
+    return Share(dense, place % dense), Share(experts, layout.expert_coordinates(rank).dp % experts)
 
 
-def check_shared_experts(layout: ParallelLayout, shape: ModelShape, section: str) -> None:
-    """Refuse ZeRO-3 if the replicas of an expert cannot split its rows evenly, as FSDP requires (UserError)."""
-    replicas = find_shard_places(layout, layout.first_rank)[1].count
+def check_shards(layout: ParallelLayout, shape: ModelShape, section: str) -> None:
+    """Refuse ZeRO-3 on ranks that form no equal groups, or cannot split experts evenly as FSDP requires (UserError)."""
+    ranks, (size, replicas) = layout.cp_size * layout.dp_size, layout.shard_sizes
+    for count, part, what in ((ranks, size, "DP and CP ranks"), (layout.expert_replicas, replicas, "expert replicas")):
+        if count % part:
+            raise UserError(
+                f"actor.zero_shard_size = {size}: the {count} {what} of {section} are no groups of {part}",
+                source=f"actor.zero_shard_size, {section}.*_parallel_size and the number of ranks",
+                expected=f"a divisor of {count}, or at least {ranks} for one group",
+                hint="set it to the GPUs of a node divided by the tensor parallel size",
+            )
     for what, rows in (
         ("gate and up", 2 * shape.ffn_hidden_size // layout.expert_tp_size),
         ("down", shape.hidden_size),
     ):
-        if rows % replicas:
+        if shape.num_experts and rows % replicas:
             raise UserError(
                 f"{section}.zero_stage = 3: {replicas} replicas of an expert cannot share the {rows} rows of {what}",
                 source=f"{section}.zero_stage, {section}.expert_model_parallel_size and the model's config.json",

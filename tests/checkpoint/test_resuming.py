@@ -21,8 +21,8 @@ from checkpoint_runs import STATE, join_pieces, make_content, make_saver, resume
 from distributed import run_ranks
 from megatron_rl.checkpoint.directory import find_gaps
 from megatron_rl.checkpoint.files import list_side_files
-from megatron_rl.checkpoint.optimizer_states import create_states, make_state_pieces
-from megatron_rl.checkpoint.resuming import load_training_state
+from megatron_rl.checkpoint.optimizer_states import make_state_pieces
+from megatron_rl.checkpoint.resuming import create_states, load_training_state
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.config.schema import CriticConfig
 from megatron_rl.parallel.groups import build_groups
@@ -82,6 +82,7 @@ def same_in_another_layout(
         Case(2, actor=MUON, dtype="bfloat16"),
         pytest.param(Case(2, actor=ZERO_3, dtype="bfloat16"), marks=pytest.mark.slow),
         Case(2, actor=ZERO_3 | BIASED, dtype="bfloat16"),
+        Case(4, dict(shard_size=2), actor=ZERO_3, dtype="bfloat16"),
     ],
     ids=[
         "dp2-bfloat16",
@@ -91,6 +92,7 @@ def same_in_another_layout(
         "dp2-bfloat16-muon",
         "dp2-bfloat16-zero3",
         "dp2-bfloat16-zero3-biases",
+        "dp4-bfloat16-zero3-replicas",
     ],
 )
 def test_the_same_layout_goes_on_bit_by_bit(case: Case, models, tmp_path: Path):
@@ -153,8 +155,10 @@ def test_muon_goes_on_in_another_layout(models, tmp_path: Path):
             marks=pytest.mark.slow,
         ),
         (Case(2, actor=ZERO_3, dtype="bfloat16"), Case(3, dtype="bfloat16")),
+        (Case(4, dict(shard_size=2), actor=ZERO_3), Case(4, actor=ZERO_3)),
+        (Case(3, actor=ZERO_3), Case(4, dict(cp_size=2, shard_size=2), actor=ZERO_3)),
     ],
-    ids=["dp3", "pp2dp2-to-tp2", "cp2dp2-to-pp2vpp2dp2", "bfloat16"],
+    ids=["dp3", "pp2dp2-to-tp2", "cp2dp2-to-pp2vpp2dp2", "bfloat16", "replicas-to-none", "none-to-replicas"],
 )
 def test_zero_3_goes_on_in_other_layouts_and_stages(saved_by: Case, loaded_by: Case, models, tmp_path: Path):
     same_in_another_layout(models["qwen2"], tmp_path, saved_by, loaded_by)

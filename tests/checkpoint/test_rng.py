@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.checkpoint.saving import get_cuda_rng_tracker, read_rng, restore_rng
+from megatron_rl.checkpoint.resuming import restore_rng
+from megatron_rl.checkpoint.saving import get_cuda_rng_tracker, read_rng
 
 
 @pytest.fixture(autouse=True)

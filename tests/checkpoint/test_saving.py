@@ -27,7 +27,7 @@ from checkpoint_runs import join_pieces, make_content, make_saver, resume, snaps
 from distributed import run_ranks
 from megatron_rl.checkpoint import directory, saving
 from megatron_rl.checkpoint.directory import find_newest_valid, find_problems, list_steps, read_pointer
-from megatron_rl.checkpoint.optimizer_states import create_states
+from megatron_rl.checkpoint.resuming import create_states
 from megatron_rl.checkpoint.saving import SaveOutcome
 from megatron_rl.checkpoint.torch_dist import ChunkWriter
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig

@@ -319,14 +319,19 @@ def test_a_reference_has_a_budget_of_its_own_with_dynamic_batches_only() -> None
     assert load(*given, f"{dynamic}=false").config.reference.max_tokens_per_microbatch is None
 
 
-def test_shards_within_groups_of_ranks_are_ignored_aloud() -> None:
-    """verl's HYBRID_SHARD has a note of its own, which is not folded with those of other settings."""
-    for size in (f"{ACTOR}.fsdp_config.fsdp_size", f"{ACTOR}.fsdp.fsdp_size", "critic.model.fsdp_config.fsdp_size"):
-        assert load(f"{size}=-1").notes == []
-        found = load(f"{size}=8", f"{ACTOR}.strategy=fsdp", "trainer.nnodes=2")
-        assert found.config.actor.zero_stage == 1
-        (said,) = (one for one in found.notes if "HYBRID_SHARD" in one)
-        assert said.startswith(f"ignored: {size}=8") and "the numbers are the same" in said
+@pytest.mark.parametrize("name", ["fsdp_config.fsdp_size", "fsdp.fsdp_size", "veomni.fsdp_size"])
+def test_shards_within_groups_of_ranks_are_those_of_stage_3(name: str) -> None:
+    """Without `reshard_after_forward` nothing but optimizer states is sharded, and a note says so."""
+    size, stage = f"{ACTOR}.{name}", f"{ACTOR}.fsdp_config.reshard_after_forward=true"
+    found = load(f"{size}=8", stage)
+    assert (found.config.actor.zero_stage, found.config.actor.zero_shard_size) == (3, 8)
+    assert load(f"{size}=-1", stage).config.actor.zero_shard_size is None
+    assert not [note for note in found.notes if "shard" in note]
+    found = load(f"{size}=8", f"{ACTOR}.strategy=fsdp", "trainer.nnodes=2")
+    assert (found.config.actor.zero_stage, found.config.actor.zero_shard_size) == (1, None)
+    (said,) = (one for one in found.notes if "shard_size" in one)
+    assert said.startswith("ignored: actor.zero_shard_size=8") and said.endswith("zero_stage is 3 for no role")
+    assert load(f"{size}=-1").notes == []
 
 
 def test_every_target_is_a_setting() -> None:
@@ -707,7 +712,7 @@ def test_greedy_validation_overrules_its_temperature() -> None:
         ("actor_rollout_ref.model.lora.dropout=0.1", "0: there is no dropout"),
         ("data.custom_cls.path=x.py", "None: verl's data set classes are not loaded; name a function"),
         ("data.sampler.class_path=x.py", "None: verl's samplers are not loaded"),
-        ("fsdp=hybrid_shard auto_wrap", "shards over all ranks"),
+        ("fsdp=hybrid_shard auto_wrap", "set actor.zero_stage=3 and actor.zero_shard_size"),
         ("algorithm.rollout_correction.rollout_is=batch", "one of None, 'token', 'sequence'"),
         ("trainer.resume_mode=resume_path", "the directory of a checkpoint"),
         (f"{ROLLOUT}.name=trtllm", "there is no rollout.engine 'trtllm'"),

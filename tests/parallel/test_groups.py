@@ -205,6 +205,7 @@ def list_by_coordinates(layout: ParallelLayout, rank: int) -> dict[str, list[int
                 for other in range(layout.world_size)
                 if all(place == at[axis] for axis, place in asdict(coordinates(other)).items() if axis not in free)
             ]
+    found |= {f"intra_{name}": found[name] for name in ("dp_cp", "expt_dp")}
     if layout.coordinates(rank).pp in (0, layout.pp_size - 1):
         found["embd"] = sorted({found["pp"][0], found["pp"][-1]})
     return found
@@ -260,6 +261,32 @@ def test_expert_parallel_ranks_come_from_data_parallelism() -> None:
     for rank, of in enumerate(megatrons):
         assert of["tp_ep"] == of["tp_ep_pp"] == list(range(rank // 4 * 4, rank // 4 * 4 + 4))
         assert of["intra_expt_dp"] == of["expt_dp"] and of["intra_dp_cp"] == of["dp_cp"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shards", "replicas"),
+    [
+        (dict(tp_size=2, shard_size=2), [[0, 2], [0, 2]], [[0, 4], [0, 4]]),
+        (dict(cp_size=2, shard_size=4), [[0, 1, 2, 3], [0, 1, 2, 3]], [[0, 4], [0, 4]]),
+        (dict(ep_size=2, shard_size=4), [[0, 1, 2, 3], [0, 2]], [[0, 4], [0, 4]]),
+        (dict(ep_size=4, shard_size=4), [[0, 1, 2, 3], [0]], [[0, 4], [0, 4]]),
+        (dict(ep_size=8, shard_size=4), [[0, 1, 2, 3], [0]], [[0, 4], [0]]),
+    ],
+)
+def test_shards_have_replicas_in_other_groups(
+    sizes: dict[str, int], shards: list[list[int]], replicas: list[list[int]]
+) -> None:
+    """Of dense parameters and of experts; the groups of a name are disjoint, and those of all ranks alike."""
+    layout = ParallelLayout(8, **sizes)
+    groups = [list_groups(layout, rank) for rank in range(8)]
+    assert [groups[0][f"intra_{name}"] for name in ("dp_cp", "expt_dp")] == shards
+    assert [groups[0][f"inter_{name}"] for name in ("dp_cp", "expt_dp")] == replicas
+    for name in ("dp_cp", "expt_dp"):
+        for rank, of in enumerate(groups):
+            intra, inter = of[f"intra_{name}"], of[f"inter_{name}"]
+            assert {*intra} & {*inter} == {rank} and len(intra) * len(inter) == len(of[name])
+            assert all(groups[other][f"intra_{name}"] == intra for other in intra)
+            assert all(groups[other][f"inter_{name}"] == inter for other in inter)
 
 
 @pytest.mark.parametrize("sizes", [dict(tp_size=2), dict(pp_size=2)])

@@ -90,6 +90,7 @@ LAYOUTS = {
     "zero 3 dp2 full recomputation": Layout(2, actor=ZERO_3 | dict(recompute_granularity="full")),
     "zero 3 pp2 dp2": Layout(4, dict(pp_size=2), ZERO_3),
     "zero 3 tp2 cp2": Layout(4, dict(tp_size=2, cp_size=2), ZERO_3 | SP),
+    "zero 3 replicas": Layout(4, dict(shard_size=2), ZERO_3),
     "zero 3 experts ep2 dp4": Layout(4, dict(ep_size=2), ZERO_3, family="qwen3_moe"),
     "zero 3 dense and experts ep2 dp4": Layout(4, dict(ep_size=2), ZERO_3, family="glm4_moe"),
 }

@@ -14,7 +14,7 @@ import pytest
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.memory import compute_memory
-from megatron_rl.planning.parameters import compute_role_bytes, list_chunks
+from megatron_rl.planning.parameters import Upkeep, compute_role_bytes, list_chunks
 from megatron_rl.weights.families import ModelShape
 from planning_jobs import PREFIXED, make_job, published_shape, small_shape
 from tools.planning.communication import (
@@ -106,6 +106,21 @@ def test_shared_weights_are_gathered_by_every_microbatch() -> None:
     scored = make_job(small_shape(), *settings, RECOMPUTE)
     forward = (microbatches * layers + ends) * BYTES
     assert traffic(scored)["actor DP"].bytes_per_rank == int((update + forward) * 7 / 8)
+
+
+def test_replicas_of_shards_sum_their_gradients_once_per_update() -> None:
+    """Weights are gathered within a node, and an update sends float32 gradients of a shard twice to the other node."""
+    settings = "actor.zero_stage=3", "actor.max_tokens_per_microbatch=4096"
+    one = make_job(small_shape(), *settings)
+    two = make_job(small_shape(), *settings, "actor.zero_shard_size=8", nodes=2)
+    sent = traffic(two)
+    assert (sent["actor DP"].link, sent["actor replicas"].link) == (WITHIN, ACROSS)
+    assert sent["actor DP"].bytes_per_rank == traffic(one)["actor DP"].bytes_per_rank / 2  # of half of the tokens
+    role = compute_role_bytes(one.shape, one.layout, 0, dtype="bfloat16", upkeep=Upkeep(is_fully_sharded=True))
+    found = compute_role_bytes(two.shape, two.layout, 0, dtype="bfloat16", upkeep=Upkeep(is_fully_sharded=True))
+    assert found == role and sent["actor replicas"].bytes_per_rank == role.gradients
+    again = traffic(make_job(two.shape, *settings, "actor.zero_shard_size=8", "actor.ppo_epochs=2", nodes=2))
+    assert again["actor replicas"].bytes_per_rank == 2 * role.gradients and "actor replicas" not in traffic(one)
 
 
 def test_pipeline_sends_its_boundary() -> None:

@@ -34,7 +34,8 @@ from tools.rehearsal import fake_cuda
 GPU_BYTES = 80 << 30
 fake_cuda.install(GPU_BYTES, 4)
 
-from megatron_rl.checkpoint.saving import read_rng, restore_rng
+from megatron_rl.checkpoint.resuming import restore_rng
+from megatron_rl.checkpoint.saving import read_rng
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RolloutConfig, TrainedConfig
 from megatron_rl.config.sections import ServerConfig

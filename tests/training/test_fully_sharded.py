@@ -17,6 +17,7 @@ import torch
 from role_setups import make_setup, take_step
 from storage_watch import measure_peak
 
+import actor_runs
 from actor_runs import (
     ALGORITHM,
     Case,
@@ -56,6 +57,15 @@ EXPERT_LAYOUTS = {
     "ep2": case(2, ep=2),
     "ep2-dp4-full": case(4, FULL, ep=2),
     "ep2-tp2-sp": case(4, actor=SP, tp=2, ep=2),
+}
+# Layouts with replicas of shards, and the family that they train; the layout without is compared.
+HYBRID_LAYOUTS = {
+    "2-of-4": ("qwen2", case(4, shard=2)),
+    "2-of-cp2-dp2-selective": ("qwen3", case(4, SELECTIVE, cp=2, shard=2)),
+    "1-of-dp2-tp2-sp": ("qwen2", case(4, actor=SP, tp=2, shard=1)),
+    "1-of-dp2-pp2": ("qwen2", case(4, pp=2, shard=1)),
+    "experts-2-of-4": ("qwen3_moe", case(4, shard=2)),
+    "experts-whole-of-ep2-dp4-full": ("qwen3_moe", case(4, FULL, ep=2, shard=2)),
 }
 OFFLOADED = (dict(offload_optimizer=True), dict(offload_optimizer="stream"))
 TOLERANCE = 1e-6
@@ -188,6 +198,35 @@ def assert_shared(case: Case, found: Found, expected: Found) -> None:
         assert mine == pytest.approx(whole / replicas, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("2-of-4", "experts-whole-of-ep2-dp4-full")))
+        for name in HYBRID_LAYOUTS
+    ],
+)
+def test_replicas_of_shards_train_as_one_group_of_shards(name: str, paths: dict[str, Path]) -> None:
+    """All replicas have the same bits (see `merge_weights`), and the norm counts one of them."""
+    family, hybrid = HYBRID_LAYOUTS[name]
+    whole = replace(hybrid, sizes={axis: size for axis, size in hybrid.sizes.items() if axis != "shard_size"})
+    found, expected = (train(case, paths[family], 3) for case in (hybrid, whole))
+    assert_same(found, expected)
+    if "ep_size" not in hybrid.sizes:
+        ranks = hybrid.world_size // (hybrid.sizes.get("tp_size", 1) * hybrid.sizes.get("pp_size", 1))
+        assert sum(found.held) == sum(expected.held) * ranks // hybrid.sizes["shard_size"]
+
+
+def test_replicas_of_shards_train_as_one_rank(paths: dict[str, Path]) -> None:
+    hybrid = case(4, actor=dict(lr=1e-3, zero_stage=3), shard=2)
+    actor_runs.assert_same(*(actor_runs.train(case, paths["qwen2"]) for case in (hybrid, Case())))
+
+
+def test_one_group_of_all_ranks_has_the_bits_of_no_groups(paths: dict[str, Path]) -> None:
+    found, expected = (train(case(4, **sizes), paths["qwen2"], 3) for sizes in (dict(shard=4), {}))
+    assert (found.metrics, found.held) == (expected.metrics, expected.held)
+    assert all(torch.equal(found.weights[name], x) for name, x in expected.weights.items())
+
+
 def test_bfloat16_trains_as_zero_1_does(paths: dict[str, Path]) -> None:
     """Gathered weights equal those of ZeRO-1, up to a weight that is rounded to its other side."""
     expected, found = (train(replace(LAYOUTS["dp2-selective"], dtype="bfloat16"), paths["qwen3"], n) for n in (1, 3))
@@ -229,9 +268,17 @@ def _score_on_rank(rank: int, world_size: int, case: Case, path: Path) -> list[t
     return found
 
 
-@pytest.mark.parametrize(("dtype", "family"), [("float32", "qwen2"), ("bfloat16", "qwen2"), ("bfloat16", "glm4_moe")])
-def test_a_reference_scores_with_shared_weights(dtype: str, family: str, paths: dict[str, Path]) -> None:
-    case = replace(LAYOUTS["pp2-dp2-full"], dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "family", "layout"),
+    [
+        ("float32", "qwen2", LAYOUTS["pp2-dp2-full"]),
+        ("bfloat16", "qwen2", HYBRID_LAYOUTS["2-of-4"][1]),
+        ("bfloat16", "glm4_moe", LAYOUTS["pp2-dp2-full"]),
+    ],
+    ids=["float32-qwen2", "bfloat16-qwen2-replicas", "bfloat16-glm4_moe"],
+)
+def test_a_reference_scores_with_shared_weights(dtype: str, family: str, layout: Case, paths: dict[str, Path]) -> None:
+    case = replace(layout, dtype=dtype)
     for found in run_ranks(_score_on_rank, 4, case, paths[family], timeout=60):
         assert all(torch.equal(found[0], other) for other in found[1:])
 

@@ -227,6 +227,7 @@ CASES = [
     ("megatron", "gemma", 2, {"pp_size": 2, "vpp_size": 2}, 1),
     ("megatron", "qwen3_moe", 2, {"ep_size": 2}, 1),
     ("vllm", "deepseek_v3", 2, {"ep_size": 2}, 2),
+    pytest.param(*("vllm", "qwen2", 4, {"shard_size": 2, "zero_stage": 3}, 2), marks=pytest.mark.slow),
 ]
 
 

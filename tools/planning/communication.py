@@ -127,8 +127,7 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / tp * tokens * itemsize
     yield count("CP", link_of(layout, cluster, "cp"), layers * rounds * attention * (cp - 1) / cp)
     exchanged /= tp if section.sequence_parallel else 1
-    last = layout.first_rank + layout.expert_tp_size * ep - 1
-    link = WITHIN if layout.first_rank // cluster.gpus_per_node == last // cluster.gpus_per_node else ACROSS
+    link = _link_to(layout.first_rank + layout.expert_tp_size * ep - 1, layout, cluster)
     yield count("EP", link, exchanged * (ep - 1) / ep)
     stages = layout.vpp_size * (pp > 1)
     boundary = hidden / (tp if section.sequence_parallel else 1)
@@ -136,12 +135,13 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     if pp > 1 and trainings and shape.tied_embeddings and not shape.has_score_head and job.adapters_of(role) is None:
         # The first and last stage sum the gradients of tied embeddings.
         rows = padded_vocab_size(shape.vocab_size, tp) // tp
-        replicas = layout.dp_size * cp if section.zero_stage == FULLY_SHARDED else 1
+        replicas = layout.shard_sizes[0] if section.zero_stage == FULLY_SHARDED else 1
         size = work.optimizer_steps * rows * shape.hidden_size * _FLOAT / replicas
         yield count("embedding", link_of(layout, cluster, "pp"), size)
     if section.zero_stage == FULLY_SHARDED:
-        size = _shared_bytes(job, work, role, forwards, rank)
-        yield count("DP", link_of(layout, cluster, "cp", "dp"), size)
+        size, summed = _shared_bytes(job, work, role, forwards, rank)
+        yield count("DP", _link_to(layout.first_rank + tp * (layout.shard_sizes[0] - 1), layout, cluster), size)
+        yield count("replicas", link_of(layout, cluster, "cp", "dp"), summed)
     elif role.trainable:
         held, adapters, replicas = count_role_bytes(job, rank, role), job.adapters_of(role), layout.dp_size * cp
         members = [p for chunk in list_chunks(adapters or shape, layout, rank) for p in chunk]
@@ -177,8 +177,10 @@ def _count_whole_elements(shape: ModelShape, layers: float, mixtures: int) -> fl
     return found * shape.hidden_size
 
 
-def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank: int) -> float:
-    """Compute the bytes that a rank sends per step under ZeRO-3: gathered weights and reduced float32 gradients.
+def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank: int) -> tuple[float, float]:
+    """Compute the bytes that a rank sends per step under ZeRO-3, among the ranks of a replica, and to other replicas.
+
+    These are gathered weights and reduced float32 gradients, and the sums of the replicas' gradients.
 
     Microbatches are assumed full, with at least one per optimizer step. The `forwards` scoring passes keep embedding,
     last norm and output layer gathered.
@@ -186,23 +188,27 @@ def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank:
     layout, section, trainings = job.layout_of(role), role.settings, work.passes if role.trainable else 0
     found = count_gathered(job.shape_of(role), layout, rank)
     layers = [sum(sizes) for sizes in zip(*found.layers, strict=True)]
-    replicas = layout.dp_size * layout.cp_size
+    replicas = layout.dp_size * layout.cp_size, layout.expert_replicas
     budget = section.max_tokens_per_microbatch
     scored = math.ceil(work.tokens / layout.dp_size / budget)
     trained = max(scored, work.optimizer_steps // max(work.passes, 1))
-    itemsize, total = DTYPE_BYTES[job.config.model.dtype], 0.0
-    for inside, ends, count in ((layers[0], found.ends, replicas), (layers[1], 0, layout.expert_replicas)):
+    itemsize, total, summed = DTYPE_BYTES[job.config.model.dtype], 0.0, 0.0
+    for inside, ends, count, ranks in zip(layers, (found.ends, 0), layout.shard_sizes, replicas, strict=True):
         gathered = forwards * (scored * inside + ends) + trainings * trained * (2 * inside + ends)
         reduced = trainings * trained * (inside + ends)
         total += (gathered * itemsize + reduced * _FLOAT) * (count - 1) / count
-    return total
+        summed += role.trainable * work.optimizer_steps * 2 * _FLOAT * (inside + ends) / count * (1 - count / ranks)
+    return total, summed
+
+
+def _link_to(last: int, layout: ParallelLayout, cluster: Cluster) -> str:
+    return WITHIN if layout.first_rank // cluster.gpus_per_node == last // cluster.gpus_per_node else ACROSS
 
 
 def link_of(layout: ParallelLayout, cluster: Cluster, *axes: str) -> str:
     """Return the slowest link class in parallel groups over `axes` ("tp", "dp", ...), judged by the first group."""
     sizes = {"tp": layout.tp_size, "cp": layout.cp_size, "dp": layout.dp_size, "pp": layout.pp_size}
-    last = layout.rank(**{axis: sizes[axis] - 1 for axis in axes})
-    return WITHIN if layout.first_rank // cluster.gpus_per_node == last // cluster.gpus_per_node else ACROSS
+    return _link_to(layout.rank(**{axis: sizes[axis] - 1 for axis in axes}), layout, cluster)
 
 
 @dataclass(frozen=True)

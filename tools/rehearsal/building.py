@@ -30,10 +30,12 @@ def build_rehearsed(job: Job, rank: int, ledger: Ledger) -> dict[str, Any]:
             continue
         if layout not in groups:
             groups[layout] = build_groups(layout)
-            for group in _GROUPS:
+            for group in (*_GROUPS, "intra_dp_cp", "intra_expt_dp"):
                 found = getattr(groups[layout].collection, group, None)
                 if found is not None:
                     ledger.name_group(found, group)
+            for found in filter(None, groups[layout].replicas):
+                ledger.name_group(found, "replicas")
         inputs = RoleInputs(spec, job.shape_of(spec), layout)
         teacher = find_teacher(job) if name == "actor" else None
         roles[name] = build_role(job.config, inputs, groups[layout], 100, teacher=teacher)
