@@ -131,8 +131,9 @@ def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
 
 def generate_short(engine: VllmEngine, block_size: int) -> tuple[list[Any], int]:
     """Generate over edges of KV-cache blocks, with an interruption; count the tokens that vLLM's scheduler updates."""
-    recorder, sampling = engine._responses, replace(SAMPLED, max_tokens=70, stop_token_ids=(2, 3, 4))
-    requests = [Request(i, p, 40 + i, sampling) for i, p in enumerate(make_prompts([1, 28, 30, 31, 32, 33, 60, 90]))]
+    recorder, prompts = engine._responses, make_prompts([1, 28, 30, 31, 32, 33, 60, 90])
+    sampling = [replace(SAMPLED, max_tokens=70, stop_token_ids=stops) for stops in (tuple(range(2, 12)), ())]
+    requests = [Request(i, prompt, 40 + i, sampling[i % 2]) for i, prompt in enumerate(prompts)]
     engine.end_weight_update()
     with (
         patch.object(recorder, "_block_size", block_size),
