@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/rehearsal.md: every shipped recipe, rehearsed on the cluster in its header.
+"""The tables of docs/rehearsal.md and docs/planning.md: every shipped recipe, on the cluster in its header.
 
     python tools/_rehearsal_table.py DIRECTORY [RECIPE ...]
+    python tools/_rehearsal_table.py --plans [RECIPE ...]
 
-Existing reports, DIRECTORY/<recipe>.json, are reused.
+The first rehearses; existing reports, DIRECTORY/<recipe>.json, are reused. The second compares a recipe's planned
+seconds with those of the fastest layout that its planner finds.
 """
 
 from __future__ import annotations
@@ -13,13 +15,17 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
 
+from megatron_rl.planning.admission import judge, list_candidates
 from megatron_rl.planning.cluster import GIB
+from tools.plan import build_parser, read_plan_job
+from tools.planning.communication import Assumptions, predict_seconds
 from tools.rehearsal.report import SMALL, Found, compare_rank
 from tools.rehearse import read_rehearsed_job
 
@@ -55,6 +61,19 @@ def _find_difference(row: dict[str, Any]) -> float:
     return abs(row["rehearsed"] - row["planned"]) / max(row["rehearsed"], row["planned"])
 
 
+def print_plans(recipes: list[Path]) -> None:
+    """Print the seconds of a step that recipes and the best layouts for them are predicted to take."""
+    predict = partial(predict_seconds, Assumptions())
+    print("| recipe | GPUs | planned s | best layout s | ratio | changes |\n|---|---|---|---|---|---|")
+    for recipe in recipes:
+        job = read_plan_job(*build_parser().parse_known_args([str(recipe), *find_command(recipe)[1:]]))[0]
+        own, [best, *_] = judge(job, predict), list_candidates(job, predict)
+        assert own is not None, f"{recipe} does not fit"
+        changes = " ".join(best.choice.overrides(job)) if own.seconds > best.seconds else ""
+        seconds = f"{own.seconds:.1f} | {best.seconds:.1f} | {own.seconds / best.seconds:.3f}"
+        print(f"| {recipe.stem} | {job.cluster.world_size} | {seconds} | {changes} |", flush=True)
+
+
 def main(directory: Path, recipes: list[Path]) -> None:
     """Rehearse recipes without a report, and print the table."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -74,8 +93,11 @@ def main(directory: Path, recipes: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    given = [Path(path) for path in sys.argv[2:]]
+    first, *given = map(Path, sys.argv[1:])
     shipped = sorted(
         path for path in (ROOT / "launch/recipes").glob("*.yaml") if not path.name.startswith(("toy_", "smollm2_"))
     )
-    main(Path(sys.argv[1]), given or shipped)
+    if str(first) == "--plans":
+        print_plans(given or shipped)
+    else:
+        main(first, given or shipped)

@@ -93,7 +93,7 @@ def _work(rank: int, world_size: int, path: Path, arm: str, skips_searches: bool
     )
     with ExitStack() as stack:
         if not skips_searches:
-            stack.enter_context(patch.object(vllm_engine, "skip_block_searches"))
+            stack.enter_context(patch.object(vllm_engine, "skip_block_searches", return_value=0))
         engine = vllm_engine.VllmEngine(spec)
     runner = type(engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner)
     assert (".gpu." in runner.__mro__[1].__module__) == (arm != "first") or HAS_GPU, "not the runner of this arm"

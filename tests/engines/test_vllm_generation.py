@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """One real vLLM engine under work as users have it: long prompts, large batches, errors in the middle.
 
+Tokens that the scheduler's update leaves to the recorder of responses change nothing.
+
 Its log-probs are compared with transformers in tests/transfer/test_hybrid_engine.py. Not covered: GPUs.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from distributed import run_ranks
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, SamplingConfig
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
+from megatron_rl.engines.vllm.vllm_settings import CPU_BLOCK_SIZE
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.rollout.serving import generate
 from megatron_rl.weights.model_config import load_model_shape
@@ -103,6 +108,7 @@ def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
     engine.end_weight_update()
     result["single"] = [to_lists(generate(engine, requests_for([p], seed)))[0] for seed, p in enumerate(prompts)]
 
+    result["short"] = [generate_short(engine, block_size) for block_size in (0, CPU_BLOCK_SIZE)]
     forwards_left = 0
 
     def fail(module: torch.nn.Module, inputs: Any) -> None:
@@ -121,6 +127,27 @@ def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
         result["errors"].append((str(caught.value), running, to_lists(generate(engine, requests_for(prompts[:4])))))
     engine.close()
     return result | {"streams": (streams, read_streams())}
+
+
+def generate_short(engine: VllmEngine, block_size: int) -> tuple[list[Any], int]:
+    """Generate over edges of KV-cache blocks, with an interruption; count the tokens that vLLM's scheduler updates."""
+    recorder, prompts = engine._responses, make_prompts([1, 28, 30, 31, 32, 33, 60, 90])
+    sampling = [replace(SAMPLED, max_tokens=70, stop_token_ids=stops) for stops in (tuple(range(2, 12)), ())]
+    requests = [Request(i, prompt, 40 + i, sampling[i % 2]) for i, prompt in enumerate(prompts)]
+    engine.end_weight_update()
+    with (
+        patch.object(recorder, "_block_size", block_size),
+        patch.object(recorder, "_update", wraps=recorder._update) as update,
+    ):
+        engine.add(requests)
+        ended = [one for _ in range(20) for one in engine.step()]
+        parts = engine.interrupt([request.key for request in requests])
+        found = ended + parts + generate(engine, [requests[p.key].continued(p.tokens, 50) for p in parts])
+        num_updates = sum(len(call.args[0].num_scheduled_tokens) for call in update.call_args_list)
+    everything = [
+        (one.key, one.finish_reason, one.num_cached, one.tokens.tolist(), one.logprobs.tolist()) for one in found
+    ]
+    return everything, num_updates
 
 
 def read_streams() -> tuple[Any, ...]:
@@ -151,6 +178,17 @@ def test_an_error_leaves_nothing_behind(worked: dict[str, Any]) -> None:
         assert running == (0, 0)
         for found, expected in zip(again, worked["single"][:4], strict=True):
             assert_same_response(found, expected)
+
+
+def test_recorded_tokens_equal_the_schedulers(worked: dict[str, Any]) -> None:
+    """Tokens, log-probs, reasons and cache hits, to the last bit, at edges of blocks, stops, limits, interruptions."""
+    (expected, all_updates), (found, updates) = worked["short"]
+    assert found == expected
+    reasons = {reason for _, reason, _, _, _ in found}
+    assert reasons == {"stop", "length", "interrupted"}
+    assert max(cached or 0 for _, _, cached, _, _ in found) >= CPU_BLOCK_SIZE
+    num_tokens = sum(len(tokens) for _, _, _, tokens, _ in found)
+    assert all_updates >= num_tokens > 5 * updates > 0
 
 
 def test_random_streams_stay_the_trainers(worked: dict[str, Any]) -> None:

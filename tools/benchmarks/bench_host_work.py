@@ -6,11 +6,12 @@
 Covers the host work of `run/grpo.py`: headers of all sequences, minibatch plans, token exchange, this replica's batch,
 dispatch, group baselines and metrics.
 
-    OMP_NUM_THREADS=1 python tools/benchmarks/bench_host_work.py --running 512 --json FILE
+    OMP_NUM_THREADS=1 python tools/benchmarks/bench_host_work.py --running 512 --rounds 3 --json FILE
 
 Instead: the host's work in a decode step of the real vLLM, by part, with its first model runner, its own output
 processor and log-probs as dictionaries ("before"), and as a run on a GPU has it ("after"), with the second runner and
-async scheduling (`tools/_runner_on_cpu.py`). Forward passes and kernels are left out, and so are their launches.
+async scheduling (`tools/_runner_on_cpu.py`): medians of rounds that alternate. Forward passes and kernels are left
+out, and so are their launches.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -276,6 +278,23 @@ def _replay(interpret: Any) -> Any:
     return run
 
 
+def compare_engines(arguments: list[str], rounds: int) -> list[dict[str, Any]]:
+    """Return each arm's medians, with the machine's load of a minute, and the ratios of the sums."""
+    found: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
+    for arm in [*found] * rounds:  # a process each: Triton interprets or not
+        command = [sys.executable, __file__, *arguments, "--arm", arm]
+        interpreter = {"TRITON_INTERPRET": "1"} if arm == "after" else {}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | interpreter)
+        found[arm].append(json.loads(done.stdout.splitlines()[-1]) | {"load": os.getloadavg()[0]})
+        print(json.dumps(found[arm][-1]), file=sys.stderr)
+    middle = {
+        arm: {key: round(statistics.median(row[key] for row in rows), 2) for key in rows[0] if key != "arm"}
+        for arm, rows in found.items()
+    }
+    ratios = {key: round(middle["after"][key] / middle["before"][key], 3) for key in ("four parts", "all")}
+    return [{"arm": arm} | row for arm, row in middle.items()] + [{"ratio": ratios}]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -286,6 +305,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minibatches", type=int, default=4, help="of a step (4)")
     parser.add_argument("--running", type=int, default=0, help="requests of vLLM's decode steps; measure only these")
     parser.add_argument("--steps", type=int, default=100, help="decode steps (100)")
+    parser.add_argument("--rounds", type=int, default=1, help="of both arms of vLLM's decode steps (1)")
     parser.add_argument("--arm", choices=["before", "after"], help="measure one arm in this process")
     parser.add_argument("--json", type=Path, help="write the result here as well", metavar="FILE")
     options = parser.parse_args(arguments)
@@ -295,12 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
         os._exit(0)  # without vLLM's shutdown
     gc.freeze()  # as a run does after its imports
-    rows: list[dict[str, Any]] = []
-    for arm in ("before", "after") if options.running else ():  # a process each: Triton interprets or not
-        command = [sys.executable, __file__, *(arguments or sys.argv[1:]), "--arm", arm]
-        interpreter = {"TRITON_INTERPRET": "1"} if arm == "after" else {}
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | interpreter)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
+    rows = compare_engines(arguments or sys.argv[1:], options.rounds) if options.running else []
     for ranks in () if options.running else options.ranks:
         for sequences in options.sequences:
             for share in (False, True):

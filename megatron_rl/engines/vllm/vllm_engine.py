@@ -96,8 +96,7 @@ class VllmEngine:
         self._names: dict[int, str] = {}  # key of a request -> vLLM's name
         self._requests: dict[str, Request] = {}  # by vLLM's name
         scheduler: Any = engine.engine_core.engine_core.scheduler
-        self._responses = ResponseRecorder(scheduler)
-        skip_block_searches(scheduler.kv_cache_manager)
+        self._responses = ResponseRecorder(scheduler, skip_block_searches(scheduler.kv_cache_manager))
         engine.output_processor = self._responses
         self._stop = spec.stop
         self._can_sleep = spec.process.device.type == "cuda"

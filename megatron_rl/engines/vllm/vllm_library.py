@@ -125,15 +125,19 @@ def keep_memory_pools() -> None:
         allocator.allocator_and_pools.clear()
 
 
-def skip_block_searches(manager: Any) -> None:
+def skip_block_searches(manager: Any) -> int:
     """Skip vLLM's search for KV-cache blocks for tokens that neither begin nor fill a block, 14 of 16; same blocks.
 
     Only where all layers attend to all tokens: other caches free blocks within one.
+
+    Returns:
+        Tokens of a block, 0 for other caches.
     """
     (kind, *others), without = manager.coordinator.single_type_managers, manager.empty_kv_cache_blocks
     if others or type(kind).__name__ != "FullAttentionManager" or kind.block_size != kind.block_pool.hash_block_size:
-        return
-    size, allocate, cache = kind.block_size, manager.allocate_slots, manager.cache_blocks
+        return 0
+    size: int = kind.block_size
+    allocate = manager.allocate_slots
 
     def allocate_slots(request: Any, num_new_tokens: int, **options: Any) -> Any:
         inside = num_new_tokens == 1 and 0 < request.num_computed_tokens % size < size - 1
@@ -141,11 +145,8 @@ def skip_block_searches(manager: Any) -> None:
             return without
         return allocate(request, num_new_tokens, **options)
 
-    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
-        if num_computed_tokens % size == 0:
-            cache(request, num_computed_tokens)
-
-    manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
+    manager.allocate_slots = allocate_slots
+    return size
 
 
 def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:

@@ -55,11 +55,15 @@ class Response:
     """Sampled tokens with their log-probs, NaN if vLLM scored another token.
 
     Attributes:
+        longest: number of tokens, with the request's, at which the response ends.
+        stops: tokens that end it.
         num_cached: number of request tokens found in the prefix cache, once the first token is sampled.
         likeliest: if other tokens' log-probs are wanted, ids and log-probs at each token: its own, then the likeliest.
         prompt: ids and log-probs [n, 1 + k] likewise, of consecutive parts of the prompt without its first token.
     """
 
+    longest: int
+    stops: frozenset[int | None]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     num_cached: int | None = None
@@ -80,29 +84,64 @@ class Response:
 class ResponseRecorder:
     """A replacement of vLLM's `OutputProcessor`, which also prepares text, statistics and log-probs of other tokens.
 
-    Log-probs are read from the arrays of a step, before vLLM cuts them into an object per request.
+    Log-probs are read from the arrays of a step, before vLLM cuts them into an object per request. Most tokens neither
+    end a response nor begin or fill a KV-cache block: they are recorded here, and vLLM's scheduler updates the others.
+
+    Args:
+        block_size: tokens of a KV-cache block; 0 lets the scheduler update all tokens.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, block_size: int) -> None:
         self.running: dict[str, Response] = {}  # by vLLM's name of the request
-        self._scored: dict[str, tuple[int, float]] = {}  # of the last step
+        self._scored: dict[str, tuple[int, float]] = {}  # of the last step, by vLLM's name, for `process_outputs`
         self._likeliest: dict[str, Any] = {}  # likewise, if a running request wants them
-        self._update, scheduler.update_from_output = scheduler.update_from_output, self._take_logprobs
+        self._requests, self._longest, self._block_size = scheduler.requests, scheduler.max_model_len, block_size
+        self._is_async = bool(scheduler.scheduler_config.async_scheduling)
+        self._update, scheduler.update_from_output = scheduler.update_from_output, self._take_tokens
 
-    def _take_logprobs(self, scheduled: Any, output: Any) -> Any:
+    def _take_tokens(self, scheduled: Any, output: Any) -> Any:
+        others, self._scored, self._likeliest = scheduled.num_scheduled_tokens, {}, {}
         if output.logprobs is not None:
-            columns = (x[:, 0].tolist() for x in (output.logprobs.logprob_token_ids, output.logprobs.logprobs))
-            self._scored = dict(zip(output.req_ids, zip(*columns, strict=True), strict=True))
-            self._likeliest = {}
-            if output.logprobs.logprobs.shape[1] > 1:
-                rows = zip(output.logprobs.logprob_token_ids, output.logprobs.logprobs, strict=True)
-                self._likeliest = dict(zip(output.req_ids, rows, strict=True))
-            output = replace(output, logprobs=None)
+            ids, values = output.logprobs.logprob_token_ids, output.logprobs.logprobs
+            scored = list(zip(ids[:, 0].tolist(), values[:, 0].tolist(), strict=True))
+            if ids.shape[1] > 1:
+                self._likeliest = dict(zip(output.req_ids, zip(ids, values, strict=True), strict=True))
+            elif self._block_size and not output.prompt_logprobs_dict:
+                others = self._record_most(others, output, scored)
+            index = output.req_id_to_index
+            self._scored = {name: scored[index[name]] for name in others if name in index}
+            scheduled, output = replace(scheduled, num_scheduled_tokens=others), replace(output, logprobs=None)
         return self._update(scheduled, output)
+
+    def _record_most(self, scheduled: dict[str, int], output: Any, scored: list[tuple[int, float]]) -> dict[str, int]:
+        """Record tokens after the first that end neither a response nor a block; return the other requests."""
+        # Equal to vLLM's update for these tokens: it appends them and counts down what is in flight.
+        running, requests, size, others = self.running, self._requests, self._block_size, dict[str, int]()
+        index, sampled, is_async = output.req_id_to_index, output.sampled_token_ids, self._is_async
+        for name, count in scheduled.items():
+            response, request = running.get(name), requests.get(name)
+            if response and response.tokens and request and count == 1 and not request.num_stale_output_tokens:
+                place, tokens = index[name], request._all_token_ids
+                new, length = sampled[place], len(tokens)
+                is_inside = 0 < length % size < size - 1 and length + 1 < response.longest
+                if is_inside and len(new) == 1 and new[0] not in response.stops:
+                    [token] = new
+                    tokens.append(token)
+                    request._output_token_ids.append(token)
+                    request.num_in_flight_tokens -= 1
+                    request.num_output_placeholders -= is_async
+                    response.tokens.append(token)
+                    scored_token, logprob = scored[place]
+                    response.logprobs.append(logprob if token == scored_token else math.nan)
+                    continue
+            others[name] = count
+        return others
 
     def add_request(self, request: Any, *text: Any) -> None:
         """Start an empty response."""
-        self.running[request.request_id] = Response()
+        params, length = request.sampling_params, len(request.prompt_token_ids)
+        stops = frozenset({params.eos_token_id, *(params.stop_token_ids or ())})
+        self.running[request.request_id] = Response(min(self._longest, length + params.max_tokens), stops)
 
     def process_outputs(self, outputs: Iterable[Any], **statistics: Any) -> Any:
         """Append each request's token; return finished ones with their names as `request_outputs`."""
