@@ -5,7 +5,7 @@ A prompt is "37+45=", its answer "82", one token per character, so a few million
 Most `demonstration`s forget the carry ("37+45=72"), so a warm-started model is often wrong, and improves from the
 reward alone. The `_mixed` files add prompts with one more digit, never demonstrated and so answered wrong: the prompt
 predicts the reward, which a critic can learn. The `preferences` files prefer answers to wrong ones; in training, of
-all prompts but those of validation, and with wrong numbers of digits, too.
+all prompts but those of validation, with more that are off by one, and wrong numbers of digits.
 
 Invariants: the same arguments give byte-identical files; training and validation share no pair of operands (in either
 order, under any operation); no prompt occurs twice in a file; results are not negative; `task.json` is written last.
@@ -174,22 +174,24 @@ def mix_in_long_prompts(task: dict[str, Any], train: list[Row], validation: list
     return mixed_train, mixed_validation
 
 
-def prefer_answers(task: dict[str, Any], rows: list[Row], *, sizes: bool = False) -> list[Row]:
+def prefer_answers(task: dict[str, Any], rows: list[Row], *, hard: bool = False) -> list[Row]:
     """Pair each answer with four wrong ones: without carries, near the answer, or any number of its size.
 
     Args:
         task: arguments of the command.
         rows: prompts and answers.
-        sizes: whether wrong answers may have a digit more or less.
+        hard: always take those that are off by one, and allow a digit more or less.
     """
     generator, pairs = random.Random(task["seed"]), []
     for row in rows:
         prompt, answer = row["prompt"], row["answer"]
         others = [str(int(answer) + step * 10**place) for step in (-1, 1) for place in range(len(answer))]
         others += [str(generator.randrange(10 ** len(answer))) for _ in range(4)]
-        if sizes:
+        first = [forget_carries(prompt)]
+        if hard:
+            first += [str(int(answer) + 1), str(int(answer) - 1)]
             others += [f"0{answer}", f"{answer}{generator.randrange(10)}", answer[1:], answer[:-1]]
-        wrong = dict.fromkeys([forget_carries(prompt), *generator.sample(others, len(others))])
+        wrong = dict.fromkeys([*first, *generator.sample(others, len(others))])
         chosen = [text for text in wrong if text and text != answer and not text.startswith("-")][:4]
         pairs += [{"prompt": prompt, "chosen": answer, "rejected": text} for text in chosen]
     generator.shuffle(pairs)
@@ -297,7 +299,7 @@ def write_task(out: Path, task: dict[str, Any]) -> int:
         ("validation", validation),
         ("train_mixed", mixed_train),
         ("validation_mixed", mixed_validation),
-        ("preferences", prefer_answers(task, preferred, sizes=True)),
+        ("preferences", prefer_answers(task, preferred, hard=True)),
         ("preferences_validation", prefer_answers(task, validation)),
     ):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
