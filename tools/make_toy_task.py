@@ -5,7 +5,7 @@ A prompt is "37+45=", its answer "82", one token per character, so a few million
 Most `demonstration`s forget the carry ("37+45=72"), so a warm-started model is often wrong, and improves from the
 reward alone. The `_mixed` files add prompts with one more digit, never demonstrated and so answered wrong: the prompt
 predicts the reward, which a critic can learn. The `preferences` files prefer answers to wrong ones; in training, of
-all prompts but those of validation, with more that are off by one, and wrong numbers of digits.
+all prompts except the validation sums, with more that are off by one, and wrong numbers of digits.
 
 Invariants: the same arguments give byte-identical files; training and validation share no pair of operands (in either
 order, under any operation); no prompt occurs twice in a file; results are not negative; `task.json` is written last.
@@ -126,7 +126,7 @@ def check_arguments(task: dict[str, Any]) -> None:
 
 
 def make_prompts(task: dict[str, Any]) -> tuple[list[Row], list[Row], list[Row]]:
-    """Make rows for training, validation and preferences; those of validation have operands of their own.
+    """Make rows for training, validation and preferences; no operands of validation are in the others.
 
     Raises:
         UserError: too few pairs of operands.

@@ -121,7 +121,7 @@ FEATURES = {
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("loss", ["dpo", "bradley_terry"])
 def test_features_give_the_numbers_of_one_rank(loss: str, feature: str, task: Path, tmp_path: Path) -> None:
-    """One rank's updates of experts, by Muon and of adapters are test_actor.py's, test_muon.py's and test_lora.py's."""
+    """Updates on one rank are checked in test_actor.py, test_muon.py and test_lora.py."""
     settings, layout = FEATURES[feature]
     if feature == "mixture" and not (task / "moe").exists():
         save_tiny_model(task / "moe", "qwen3_moe", **ENGINE_SIZES, vocab_size=16, num_hidden_layers=2)

@@ -67,7 +67,7 @@ def test_seed_changes_prompts_and_weights(tool, task, tmp_path):
 
 
 def test_preferences_prefer_answers(task):
-    """Those of training have all prompts but the operands of validation, whose pairs are of its prompts."""
+    """Training pairs have every prompt without operands of validation; held-out pairs have the validation prompts."""
     learned, held_out = read(task, "preferences"), read(task, "preferences_validation")
     for pair in learned + held_out:
         assert pair["chosen"] == str(eval(pair["prompt"][:-1])) != pair["rejected"] != ""
