@@ -4,7 +4,8 @@
 A prompt is "37+45=", its answer "82", one token per character, so a few million parameters suffice to watch GRPO work.
 Most `demonstration`s forget the carry ("37+45=72"), so a warm-started model is often wrong, and improves from the
 reward alone. The `_mixed` files add prompts with one more digit, never demonstrated and so answered wrong: the prompt
-predicts the reward, which a critic can learn. The `preferences` files prefer answers to wrong ones.
+predicts the reward, which a critic can learn. The `preferences` files prefer answers to wrong ones; in training, of
+all prompts except the validation sums, with more that are off by one, and wrong numbers of digits.
 
 Invariants: the same arguments give byte-identical files; training and validation share no pair of operands (in either
 order, under any operation); no prompt occurs twice in a file; results are not negative; `task.json` is written last.
@@ -47,6 +48,7 @@ PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 HEAD_DIMS = (32, 64)  # supported by the rollout engine's CPU attention
 MAX_POSITIONS = 256
 MAX_LONG_SHARE = 0.9  # guarantees enough pairs of long operands
+MAX_PREFERENCES = 10_000  # prompts
 
 Row = dict[str, str]
 
@@ -123,8 +125,8 @@ def check_arguments(task: dict[str, Any]) -> None:
         refuse("hidden-size", hidden, f"{' or '.join(str(heads * d) for d in HEAD_DIMS)} with {heads} heads")
 
 
-def make_prompts(task: dict[str, Any]) -> tuple[list[Row], list[Row]]:
-    """Make training and validation rows from disjoint pairs of operands.
+def make_prompts(task: dict[str, Any]) -> tuple[list[Row], list[Row], list[Row]]:
+    """Make rows for training, validation and preferences; no operands of validation are in the others.
 
     Raises:
         UserError: too few pairs of operands.
@@ -151,7 +153,8 @@ def make_prompts(task: dict[str, Any]) -> tuple[list[Row], list[Row]]:
     for row in train_rows:
         slips = generator.random() < task["slip_rate"]
         row["demonstration"] = forget_carries(row["prompt"]) if slips else row["answer"]
-    return train_rows, validation_rows
+    preferred = generator.sample(train, min(len(train), MAX_PREFERENCES))
+    return train_rows, validation_rows, [_row(*expression) for expression in preferred]
 
 
 def mix_in_long_prompts(task: dict[str, Any], train: list[Row], validation: list[Row]) -> tuple[list[Row], list[Row]]:
@@ -171,15 +174,25 @@ def mix_in_long_prompts(task: dict[str, Any], train: list[Row], validation: list
     return mixed_train, mixed_validation
 
 
-def prefer_answers(task: dict[str, Any], rows: list[Row], wrong_answers: int) -> list[Row]:
-    """Pair each answer with different wrong ones: without carries, near the answer, or any number of its size."""
+def prefer_answers(task: dict[str, Any], rows: list[Row], *, hard: bool = False) -> list[Row]:
+    """Pair each answer with four wrong ones: without carries, near the answer, or any number of its size.
+
+    Args:
+        task: arguments of the command.
+        rows: prompts and answers.
+        hard: always take those that are off by one, and allow a digit more or less.
+    """
     generator, pairs = random.Random(task["seed"]), []
     for row in rows:
         prompt, answer = row["prompt"], row["answer"]
-        near = [str(int(answer) + step * 10**place) for step in (-1, 1) for place in range(len(answer))]
-        others = [str(generator.randrange(10 ** len(answer))) for _ in range(4)]
-        wrong = dict.fromkeys([forget_carries(prompt), *generator.sample(near + others, len(near) + 4)])
-        chosen = [text for text in wrong if text != answer and not text.startswith("-")][:wrong_answers]
+        others = [str(int(answer) + step * 10**place) for step in (-1, 1) for place in range(len(answer))]
+        others += [str(generator.randrange(10 ** len(answer))) for _ in range(4)]
+        first = [forget_carries(prompt)]
+        if hard:
+            first += [str(int(answer) + 1), str(int(answer) - 1)]
+            others += [f"0{answer}", f"{answer}{generator.randrange(10)}", answer[1:], answer[:-1]]
+        wrong = dict.fromkeys([*first, *generator.sample(others, len(others))])
+        chosen = [text for text in wrong if text and text != answer and not text.startswith("-")][:4]
         pairs += [{"prompt": prompt, "chosen": answer, "rejected": text} for text in chosen]
     generator.shuffle(pairs)
     return pairs
@@ -278,7 +291,7 @@ def write_policy(out: Path, task: dict[str, Any], proto: bytes) -> int:
 
 def write_task(out: Path, task: dict[str, Any]) -> int:
     """Write all files, `task.json` last; return the number of parameters."""
-    train, validation = make_prompts(task)
+    train, validation, preferred = make_prompts(task)
     mixed_train, mixed_validation = mix_in_long_prompts(task, train, validation)
     parameters = write_policy(out, task, train_tokenizer("0123456789=" + "".join(sorted(task["operations"]))))
     for name, rows in (
@@ -286,8 +299,8 @@ def write_task(out: Path, task: dict[str, Any]) -> int:
         ("validation", validation),
         ("train_mixed", mixed_train),
         ("validation_mixed", mixed_validation),
-        ("preferences", prefer_answers(task, train, 4)),
-        ("preferences_validation", prefer_answers(task, validation, 4)),
+        ("preferences", prefer_answers(task, preferred, hard=True)),
+        ("preferences_validation", prefer_answers(task, validation)),
     ):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")

@@ -2,7 +2,7 @@
 """Preference learning in small: layouts, adapters, packing and resuming give the numbers of one rank and one run.
 
 Formulas are in tests/algorithms/test_preference_losses.py, rows in tests/data/test_preference_rows.py, TRL's numbers in
-tests/run/test_preference_vs_trl.py. Not covered: mixtures, ZeRO-3 and Muon, which the actor's tests cover.
+tests/run/test_preference_vs_trl.py. Not covered: several features at once, which the actor's tests cover.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from storage_watch import measure_peak
 from transformers import AutoModelForSequenceClassification
 
+import megatron_rl.run.preference as preference_module
 from distributed import run_ranks
 from launch_runs import ROOT, assert_succeeded, fork_ranks, run_script
 from megatron_rl.config.sft_plan import SftPlan
@@ -29,6 +31,7 @@ from megatron_rl.run.preference import train_preferences
 from megatron_rl.run.preference_inputs import plan_preferences
 from megatron_rl.types import UserError
 from rl_runs import leave_out_curves, load_nested, overrides_for, read_records
+from tiny_models import ENGINE_SIZES, save_tiny_model
 
 COMPARED = ("preference/", "policy/grad_norm", "validation/")
 
@@ -108,6 +111,27 @@ def test_layouts_give_the_numbers_of_one_rank(
     _check_close(_learn(task, tmp_path, 2, f"preference.loss={loss}", LAYOUTS[layout]), one_rank[loss])
 
 
+FEATURES = {
+    "mixture": (["model.path={task}/moe"], "actor.expert_model_parallel_size=2"),
+    "muon": (["actor.optimizer=muon"], LAYOUTS["tp2"]),
+    "qlora": (["actor.lora.rank=4", "actor.lora.alpha=8", "actor.quantization=nf4"], LAYOUTS["dp2"]),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("loss", ["dpo", "bradley_terry"])
+def test_features_give_the_numbers_of_one_rank(loss: str, feature: str, task: Path, tmp_path: Path) -> None:
+    """Updates on one rank are checked in test_actor.py, test_muon.py and test_lora.py."""
+    settings, layout = FEATURES[feature]
+    if feature == "mixture" and not (task / "moe").exists():
+        save_tiny_model(task / "moe", "qwen3_moe", **ENGINE_SIZES, vocab_size=16, num_hidden_layers=2)
+        (task / "moe/tokenizer.model").write_bytes((task / "tokenizer.model").read_bytes())
+    settings = [f"preference.loss={loss}", *(setting.format(task=task) for setting in settings)]
+    one_rank = _learn(task, tmp_path / "one", 1, *settings)
+    _check_close(_learn(task, tmp_path / "two", 2, *settings, layout), one_rank)
+    assert one_rank[-1]["validation/pairs/margin"] > 0
+
+
 @pytest.mark.parametrize("setting", ["actor.share_prompts=false", "actor.max_tokens_per_microbatch=512"])
 def test_packing_does_not_change_the_numbers(
     setting: str, task: Path, tmp_path: Path, one_rank: dict[str, list[dict[str, float]]]
@@ -170,6 +194,49 @@ def test_a_reward_model_is_exported_for_transformers(task: Path, tmp_path: Path)
             scores.append(model.score(hidden).item())
         margins.append(scores[0] - scores[1])
     assert records[-1]["validation/pairs/margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4, abs=1e-6)
+
+
+def _measure_update(rank: int, world_size: int, overrides: Sequence[str]) -> int:
+    """Return the bytes that one update's tensors hold at its peak."""
+    peaks: list[int] = []
+
+    class Watched(preference_module.PreferenceTrainer):
+        def update(self, examples: Any) -> Any:
+            samples: list[Any] = []
+            update = super().update
+            peaks.append(measure_peak(lambda: samples.append(update(examples))))
+            return samples[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preference_module, "PreferenceTrainer", Watched)
+        _train(rank, world_size, overrides)
+    return peaks[0]
+
+
+def test_logits_of_a_long_pair_are_computed_in_chunks(task: Path, tmp_path: Path) -> None:
+    """DPO on a pair of 2 x 4096 tokens holds less than its logits once; all at once, it would hold them three times."""
+    vocab_size, length, chunk = 8192, 4096, 512
+    sizes = dict(vocab_size=vocab_size, num_hidden_layers=1, max_position_embeddings=2 * length)
+    save_tiny_model(tmp_path / "model", "qwen2", **sizes)
+    (tmp_path / "model/tokenizer.model").write_bytes((task / "tokenizer.model").read_bytes())
+    pair = {"prompt": "1+4=", "chosen": "5" * (length - 5), "rejected": "6" * (length - 5)}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    settings = [
+        *(f"model.path={tmp_path}/model", "model.dtype=float32", f"data.train_files=[{tmp_path}/pairs.jsonl]"),
+        *("data.train_batch_size=1", "trainer.total_steps=1", "trainer.save_final=false", "data.max_prompt_length=8"),
+        *(f"data.max_response_length={length}", f"actor.max_tokens_per_microbatch={2 * length + 8}"),
+    ]
+    chunked, whole = (
+        run_ranks(
+            _measure_update,
+            1,
+            [*settings, f"actor.logprob_chunk_tokens={tokens}", f"trainer.run_dir={tmp_path}/{tokens}"],
+            timeout=200,
+        )[0]
+        for tokens in (chunk, 2 * length)
+    )
+    logits = 4 * vocab_size * 2 * length
+    assert chunked < 0.6 * logits < 3 * logits < whole  # seen: 0.51 and 3.37
 
 
 @pytest.mark.parametrize(

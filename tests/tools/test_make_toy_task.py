@@ -67,11 +67,15 @@ def test_seed_changes_prompts_and_weights(tool, task, tmp_path):
 
 
 def test_preferences_prefer_answers(task):
-    for name, part in (("preferences", "train"), ("preferences_validation", "validation")):
-        answers = {row["prompt"]: row["answer"] for row in read(task, part)}
-        pairs = read(task, name)
-        assert {pair["prompt"] for pair in pairs} == {*answers} and len(pairs) > 2 * len(answers)
-        assert all(pair["chosen"] == answers[pair["prompt"]] != pair["rejected"] for pair in pairs)
+    """Training pairs have every prompt without operands of validation; held-out pairs have the validation prompts."""
+    learned, held_out = read(task, "preferences"), read(task, "preferences_validation")
+    for pair in learned + held_out:
+        assert pair["chosen"] == str(eval(pair["prompt"][:-1])) != pair["rejected"] != ""
+    operands = [{frozenset(re.findall(r"\d+", pair["prompt"])) for pair in pairs} for pairs in (learned, held_out)]
+    assert not operands[0] & operands[1] and len(operands[0] | operands[1]) == 55
+    assert {pair["prompt"] for pair in held_out} == {row["prompt"] for row in read(task, "validation")}
+    assert {pair["prompt"] for pair in learned} > {row["prompt"] for row in read(task, "train")}
+    assert len(held_out) > 2 * 12
 
 
 def test_rows_are_right_and_disjoint(task):
@@ -102,7 +106,7 @@ def test_forgotten_carries(tool, prompt, slip):
 def test_demonstrations_slip_as_often_as_asked(tool, task, rate, right):
     """At the two ends; validation rows have no demonstration."""
     arguments = json.loads((task / "task.json").read_text()) | {"slip_rate": rate}
-    train, validation = tool.make_prompts(arguments)
+    train, validation, _ = tool.make_prompts(arguments)
     for row in train:
         assert row["demonstration"] == (row["answer"] if right else tool.forget_carries(row["prompt"]))
     assert all("demonstration" not in row for row in validation)
