@@ -316,6 +316,7 @@ def build_rollout_members(
         model = RewardModelOnSamples(
             roles["reward_model"],
             Packer(roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device),
+            inputs.tokenizer,
         )
     prompts = order_prompts(config, inputs.train, inputs.train.prompts)
     if parts.rollouts:
