@@ -19,12 +19,7 @@ from megatron_rl.parallel.collectives import world
 from megatron_rl.run.building import build_role
 from megatron_rl.run.inputs import SftInputs
 from megatron_rl.run.opening import OpenedRun
-from megatron_rl.run.preference_inputs import (
-    REWARD_MODELS,
-    PreferenceInputs,
-    read_preference_inputs,
-    with_reference,
-)
+from megatron_rl.run.preference_inputs import REWARD_MODELS, PreferenceInputs, read_preference_inputs, with_reference
 from megatron_rl.run.reference_sums import ReferenceSums, describe_reference, digest_responses, read_sums
 from megatron_rl.run.sft import SftTrainer, train_sft
 from megatron_rl.samples.describe import text_row

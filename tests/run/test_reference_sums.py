@@ -7,7 +7,10 @@ edited (their digest is of samples).
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -159,3 +162,7 @@ def test_pairs_are_in_the_viewer(task: Path, tmp_path: Path) -> None:
     assert margins == [a["reward"] - b["reward"] for a, b in zip(rows[::2], rows[1::2], strict=True)]
     assert sum(margins) / len(margins) == pytest.approx(records[-1]["validation/rows/margin"])
     assert main([str(tmp_path / "run/validation/rows"), "--out", str(tmp_path / "page.html")]) == 0
+    (index,) = re.findall('id="index">(.*?)</script>', (tmp_path / "page.html").read_text())
+    columns = json.loads(gzip.decompress(base64.b64decode(index)))["columns"]
+    assert columns["label"] == ["chosen", "rejected"] * (2 * len(pairs)), "at step 0 and at the end"
+    assert columns["response"][: 2 * len(pairs)] == [pair[side] for pair in pairs for side in ("chosen", "rejected")]
