@@ -186,16 +186,9 @@ class PreferenceConfig:
     center_coef: float = option(0.0, "bradley_terry: weight of (chosen + rejected score)^2.", ge=0)
     desirable_weight: float = option(1.0, "kto: weight of desirable responses.", ge=0)
     undesirable_weight: float = option(1.0, "kto: weight of undesirable responses.", ge=0)
-    reference_logprobs: str | None = option(
-        None, "File of the reference's log-probs (.npz): written before step 1, and read instead of the reference."
-    )
+    reference_logprobs: str | None = option(None, "File (.npz) of the reference's log-probs, written before step 1.")
 
     @property
     def is_paired(self) -> bool:
         """Whether the loss compares two responses."""
         return self.loss not in ("kto", "process")
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss reads log-probs of the reference; a plugin's does."""
-        return self.loss not in ("simpo", "orpo", "bradley_terry", "process")

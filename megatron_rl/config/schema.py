@@ -301,9 +301,7 @@ class RewardModelConfig(LayoutConfig):
 
     path: str | None = option(None, "Directory of the reward model in HF format; null: none is built.")
     offload: bool = option(False, "Keep its weights on the host except while it scores.")
-    step_separator: str | None = option(
-        None, "Text that ends a step: a response's score is its worst step's; null: the score of its last token."
-    )
+    step_separator: str | None = option(None, "End of a step; the reward is the lowest step's score; null: one step.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.families import SCORE_HEAD
 
 REWARD_MODELS = ("bradley_terry", "process")
+_WITHOUT_REFERENCE = ("simpo", "orpo", *REWARD_MODELS)
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,9 @@ def plan_preferences(config: RunConfig, world_size: int, num_examples: int | Non
 
 def _check_logprobs(config: RunConfig) -> None:
     preference = config.preference
-    if preference.reference_logprobs is None or (preference.needs_reference and preference.is_paired):
+    if preference.reference_logprobs is None or preference.loss not in ("kto", *_WITHOUT_REFERENCE):
         return
-    why = "whose baseline is of other responses in each batch" if preference.needs_reference else "without reference"
+    why = "whose baseline is of other responses in each batch" if preference.loss == "kto" else "without reference"
     raise UserError(
         f"preference.reference_logprobs with preference.loss = {preference.loss!r}, {why}",
         source="preference.reference_logprobs",
@@ -96,7 +97,7 @@ def resolve_preferences(config: RunConfig) -> RunSpec:
 
 def with_reference(config: RunConfig) -> AlgorithmConfig:
     """Return the algorithm's section, whose kl_coef decides whether there is a reference."""
-    beta = config.preference.beta if config.preference.needs_reference else 0.0
+    beta = 0.0 if config.preference.loss in _WITHOUT_REFERENCE else config.preference.beta
     return replace(config.algorithm, kl_coef=beta)
 
 
