@@ -79,14 +79,12 @@ def load_preferences(
             `max_response_length` with its EOS, equal responses, labels that do not fit the steps, a margin or weight
             that is no finite number, or a separator that is no token.
     """
-    between = None
     if step_separator is not None:
         find_marker(tokenizer, step_separator)
-        between = tokenizer.encode(step_separator)
 
     def fit(row: Row) -> tuple[list[Preference] | None, bool]:
-        if between is not None:
-            return _fit_steps(row, tokenizer, cfg, between)
+        if step_separator is not None:
+            return _fit_steps(row, tokenizer, cfg, tokenizer.encode(step_separator))
         has_pair = any(name in row.columns for name in _PAIR)
         names = _PAIR if has_pair or is_paired else _SINGLE[:1]
         tokens = [encode_response(row, _read_response(row, name), tokenizer, cfg) for name in names]
