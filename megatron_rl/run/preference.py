@@ -71,7 +71,7 @@ class PreferenceTrainer(SftTrainer):
         The last bits of log-probs depend on the other sequences of a batch.
         """
         data, size, keys, sums = self.inputs.data.examples, self.config.data.train_batch_size, [], []
-        epoch = [self.examples.prompt(position) for position in range(-(-len(data) // size) * size)]
+        epoch: list[Any] = [self.examples.prompt(position) for position in range(-(-len(data) // size) * size)]
         seen = set(map(id, epoch))
         left = [example for example in data if id(example) not in seen]
         for part in (epoch, left, *(part.examples for part in self.inputs.validation.values())):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of responses under the reference, known before training: the file `preference.reference_logprobs`.
+"""Log-probs of responses under the reference, computed before training: the file `preference.reference_logprobs`.
 
 The file is an .npz archive with one sum per response, found by a digest of its tokens, and with digests of the
 reference's weights and of the tokenizer. Rank 0 reads and writes it; the other ranks receive its content.
@@ -39,7 +39,7 @@ class ReferenceSums:
         self.sums = sums[places]
 
     def find(self, examples: Iterable[Preference]) -> np.ndarray:
-        """Return the sum of each response, [k] float64; NaN if it is not known."""
+        """Return the sum of each response, [k] float64; NaN if it is missing."""
         wanted = digest_responses(examples)
         places = np.searchsorted(self.keys, wanted).clip(max=len(self.keys) - 1)
         return np.where(self.keys[places] == wanted, self.sums[places], np.nan)

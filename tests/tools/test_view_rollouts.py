@@ -135,7 +135,7 @@ def test_pairs_are_one_group_with_labels(tool: ModuleType, tmp_path: Path) -> No
 
 
 def test_pairs_are_side_by_side_in_a_browser(browser: Any, tool: ModuleType, tmp_path: Path) -> None:
-    """Without a click; a link that switches it off says so."""
+    """Without a click; a link contains the switch."""
     run_dir, out = write_pairs(tmp_path / "run"), tmp_path / "page.html"
     assert tool.main([str(run_dir), "--out", str(out)]) == 0
     page, events = open_page(browser, out)
