@@ -84,7 +84,7 @@ LOSS_AGGREGATIONS: dict[str, LossAggregation] = {
 }
 PREFERENCE_LOSSES: dict[str, Callable[..., Any]] = {
     name: Deferred("megatron_rl.algorithms.preference_losses", f"compute_{name}_loss")
-    for name in ("dpo", "robust", "ipo", "simpo", "orpo", "bradley_terry", "kto")
+    for name in ("dpo", "robust", "ipo", "simpo", "orpo", "bradley_terry", "kto", "process")
 }
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of preferences: pairs of a chosen and a rejected response, or single responses with a label (KTO).
+"""Losses of preferences: pairs of a chosen and a rejected response, or single responses or steps with a label.
 
-A loss returns one number per pair (per response for kto), whose mean over the minibatch is minimized. In the formulas,
-w and l are the chosen and the rejected response of a prompt, |w| is the number of tokens of w, and
+A loss returns one number per pair (kto: per response, process: per step), whose mean over the minibatch is minimized.
+In the formulas, w and l are the chosen and the rejected response of a prompt, |w| is the number of tokens of w, and
 
     r(y) = log pi(y) - log pi_ref(y)        summed over the tokens of y
     m(y) = log pi(y) / |y|                  the mean log-prob of a token
@@ -141,6 +141,18 @@ def compute_kto_loss(
     ratios = responses.log_ratios
     loss = weight * (1 - torch.sigmoid(config.beta * sign * (ratios - baseline)))
     return loss, (config.beta * ratios).detach()
+
+
+def compute_process_loss(scores: torch.Tensor, labels: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
+    """Compute the loss of a process reward model (arXiv 2211.14275), [n] per step: -log sigmoid(+-s).
+
+    It is the cross entropy of two labels whose logits differ by s.
+
+    Args:
+        scores: [n] s of the last token of each step.
+        labels: [n] bool, whether the step is right.
+    """
+    return _smooth(torch.where(labels, scores, -scores), config.label_smoothing)
 
 
 def describe_margins(margins: np.ndarray) -> dict[str, float]:

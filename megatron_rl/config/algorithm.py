@@ -171,7 +171,7 @@ class PreferenceConfig:
     loss: str = option(
         "dpo",
         "Pairs: dpo, robust, ipo, simpo, orpo; single responses with a label: kto; a reward model from pairs: "
-        "bradley_terry; or a plugin's.",
+        "bradley_terry, from steps: process; or a plugin's.",
     )
     beta: float = option(
         0.1, "Weight of the log-ratios to the reference; simpo: of the mean log-probs, orpo: of the odds ratio.", gt=0
@@ -186,13 +186,9 @@ class PreferenceConfig:
     center_coef: float = option(0.0, "bradley_terry: weight of (chosen + rejected score)^2.", ge=0)
     desirable_weight: float = option(1.0, "kto: weight of desirable responses.", ge=0)
     undesirable_weight: float = option(1.0, "kto: weight of undesirable responses.", ge=0)
+    reference_logprobs: str | None = option(None, "File (.npz) of the reference's log-probs, written before step 1.")
 
     @property
     def is_paired(self) -> bool:
         """Whether the loss compares two responses."""
-        return self.loss != "kto"
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss reads log-probs of the reference; a plugin's does."""
-        return self.loss not in ("simpo", "orpo", "bradley_terry")
+        return self.loss not in ("kto", "process")

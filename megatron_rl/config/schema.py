@@ -313,6 +313,7 @@ class RewardModelConfig(LayoutConfig):
 
     path: str | None = option(None, "Directory of the reward model in HF format; null: none is built.")
     offload: bool = option(False, "Keep its weights on the host except while it scores.")
+    step_separator: str | None = option(None, "End of a step; the reward is the lowest step's score; null: one step.")
     further: dict[str, Any] = option(
         {}, "Further reward models, the sources 'model:NAME': NAME -> path, and settings that differ from this section."
     )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads preferences: pairs of responses to one prompt, or single responses with a label.
+"""Loads preferences: pairs of responses to one prompt, or single responses with a label, as a whole or of each step.
 
     {"prompt": ..., "chosen": ..., "rejected": ..., "margin": 1.0, "weight": 1.0}
     {"prompt": ..., "completion": ..., "label": true}         (loss kto; pairs are read as two of these)
+    {"prompt": ..., "completions": [...], "labels": [true, false, ...]}                          (loss process)
 
 Responses are texts, or lists with one message of the assistant. Without a prompt, `chosen` and `rejected` are whole
 conversations, and the prompt is their common beginning. margin and weight may be left out.
@@ -11,7 +12,9 @@ conversations, and the prompt is their common beginning. margin and weight may b
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import takewhile
 from typing import Any
 
@@ -36,6 +39,7 @@ class Preference:
         is_chosen: of a single response, its label.
         margin: least difference of rewards that the loss is content with.
         weight: weight of its loss.
+        step_ends, step_labels: [k] int64 place of each step's last token in prompt and response; [k] bool.
     """
 
     prompt: Prompt
@@ -43,6 +47,8 @@ class Preference:
     is_chosen: bool = True
     margin: float = 0.0
     weight: float = 1.0
+    step_ends: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    step_labels: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
 
 
 @dataclass(frozen=True)
@@ -53,20 +59,32 @@ class PreferenceSet(PromptSet):
 
 
 def load_preferences(
-    files: list[str], tokenizer: Tokenizer, cfg: DataConfig, *, is_paired: bool, limit: int | None = None
+    files: list[str],
+    tokenizer: Tokenizer,
+    cfg: DataConfig,
+    *,
+    is_paired: bool,
+    limit: int | None = None,
+    step_separator: str | None = None,
 ) -> PreferenceSet:
     """Read, check and tokenize preferences.
 
     Args:
         is_paired: read pairs; else single responses, two from each pair.
         limit: keep only the first N rows.
+        step_separator: read responses in steps, and write it between them.
 
     Raises:
         UserError: as `load_prompts`; also a missing column, a response that is no single reply or longer than
-            `max_response_length` with its EOS, equal responses, or a margin or weight that is no finite number.
+            `max_response_length` with its EOS, equal responses, labels that do not fit the steps, a margin or weight
+            that is no finite number, or a separator that is no token.
     """
+    if step_separator is not None:
+        find_marker(tokenizer, step_separator)
 
     def fit(row: Row) -> tuple[list[Preference] | None, bool]:
+        if step_separator is not None:
+            return _fit_steps(row, tokenizer, cfg, tokenizer.encode(step_separator))
         has_pair = any(name in row.columns for name in _PAIR)
         names = _PAIR if has_pair or is_paired else _SINGLE[:1]
         tokens = [encode_response(row, _read_response(row, name), tokenizer, cfg) for name in names]
@@ -99,6 +117,45 @@ def load_preferences(
     examples = [part for row in fit_rows(files, cfg, counts, starts, fit, limit, _share_prompt(cfg)) for part in row]
     prompts = [example.prompt for example in examples]
     return PreferenceSet(prompts, counts["truncated"], counts["dropped"], starts, examples)
+
+
+def _fit_steps(
+    row: Row, tokenizer: Tokenizer, cfg: DataConfig, between: list[int]
+) -> tuple[list[Preference] | None, bool]:
+    """Tokenize a response in steps: tokens `between` end each of them, and EOS ends the last one."""
+    steps, labels = row.require("completions"), row.require("labels")
+    is_sound = isinstance(steps, list) and isinstance(labels, list) and len(steps) == len(labels) > 0
+    if not (is_sound and all(isinstance(step, str) for step in steps) and all(x in (True, False) for x in labels)):
+        raise wrong_type("labels", labels, row.location, "a list of true or false, one for each text of completions")
+    before, ends = list[int](), list[int]()
+    for step in steps[:-1]:
+        before += encode_response(row, step, tokenizer, cfg)[:-1] + between
+        ends.append(len(before) - 1)
+    response = np.asarray(encode_response(row, steps[-1], tokenizer, cfg, before), np.int32)
+    prompt, is_too_long = tokenize_prompt(row, tokenizer, cfg, read_tools(row))
+    if prompt is None:
+        return None, True
+    places = np.array([*ends, len(response) - 1]) + len(prompt.tokens)
+    rollout, weight = Rollout.from_response(prompt, 0, response, None, "stop"), _read_number(row, "weight", 1.0)
+    return [Preference(prompt, [rollout], True, 0.0, weight, places, np.array(labels, bool))], is_too_long
+
+
+def find_marker(tokenizer: Tokenizer, separator: str) -> Callable[[int], bool]:
+    """Return a function: token id -> whether its text ends with the separator of steps (UserError if none does)."""
+
+    @cache
+    def is_marker(token: int) -> bool:
+        return tokenizer.decode([token], [separator]).endswith(separator)
+
+    tokens = tokenizer.encode(separator)
+    if not separator or not tokens or not is_marker(tokens[-1]):
+        raise UserError(
+            f"the text {separator!r} is {len(tokens)} tokens, none of which ends with it",
+            source="reward_model.step_separator",
+            expected="a text that is one token, by which steps are found in responses",
+            hint='set reward_model.step_separator="\\n"',
+        )
+    return is_marker
 
 
 def _share_prompt(cfg: DataConfig) -> Any:

@@ -11,6 +11,7 @@ Invariants: special tokens in contents, and in responses to chats, stay text.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +65,12 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
     return SftSet(prompts, counts["truncated"], counts["dropped"], starts, examples)
 
 
-def encode_response(row: Row, text: str, tokenizer: Tokenizer, cfg: DataConfig) -> list[int]:
-    """Return the tokens of a response with its EOS (UserError if it is longer than `max_response_length`)."""
+def encode_response(
+    row: Row, text: str, tokenizer: Tokenizer, cfg: DataConfig, before: Sequence[int] = ()
+) -> list[int]:
+    """Return the tokens of a response, after those `before`, with EOS (UserError above `max_response_length`)."""
     encode = tokenizer.encode_content if isinstance(row.columns.get(cfg.prompt_key), list) else tokenizer.encode
-    response = encode(text) + [tokenizer.eos_token_id]
+    response = [*before, *encode(text), tokenizer.eos_token_id]
     if len(response) > cfg.max_response_length:
         raise UserError(
             f"the response has {len(response)} tokens with its EOS",

@@ -73,7 +73,7 @@ ROWS: tuple[Metric, ...] = (
     Metric("validation/<set>/maj@<k>", "mean correctness of the most frequent answer of k responses"),
     Metric("sft/loss", "next-token loss", "nats", console="loss {:.4f}", chart="loss"),
     Metric("preference/loss", "mean loss of the examples", console="loss {:.4f}", chart="loss"),
-    Metric("preference/accuracy", "pairs whose chosen response has the higher reward", "share",
+    Metric("preference/accuracy", "pairs whose chosen response has the higher reward; process: right steps", "share",
            chart="validation accuracy"),
     Metric("preference/margin", "reward of the chosen response minus that of the rejected one"),
     Metric("preference/chosen_reward", "mean reward of chosen responses: beta times their log-ratio, or the score"),

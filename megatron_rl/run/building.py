@@ -322,7 +322,7 @@ def build_rollout_members(
             name = config.reward_model.roles[source.target]
             settings, role = inputs.spec.roles[name].settings, roles[name]
             packer = Packer(role.model, settings, inputs.plan, config.algorithm, process.device)
-            models[source] = RewardModelOnSamples(role, packer)
+            models[source] = RewardModelOnSamples(role, packer, inputs.tokenizer)
         add_scores = partial(score_by_models, models)
     prompts = order_prompts(config, inputs.train, inputs.train.prompts)
     if parts.rollouts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_rl.algorithms.catalog import PREFERENCE_LOSSES
 from megatron_rl.config.run_spec import RunSpec
@@ -12,11 +13,15 @@ from megatron_rl.config.schema import AlgorithmConfig, RunConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.data.preference_rows import PreferenceSet, load_preferences
 from megatron_rl.data.prompts import name_files
+from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.extension.registry import find_entry
 from megatron_rl.run.inputs import SftInputs, check_mixture, check_paths
 from megatron_rl.run.models import RoleInputs, note_models, read_models, resolve, resolve_sft
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import SCORE_HEAD
+
+REWARD_MODELS = ("bradley_terry", "process")
+_WITHOUT_REFERENCE = ("simpo", "orpo", *REWARD_MODELS)
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class PreferenceInputs(SftInputs):
     data: PreferenceSet
     reference: RoleInputs | None
     validation: Mapping[str, PreferenceSet]
+    tokenizer: Tokenizer
 
 
 def plan_preferences(config: RunConfig, world_size: int, num_examples: int | None = None) -> SftPlan:
@@ -49,19 +55,40 @@ def plan_preferences(config: RunConfig, world_size: int, num_examples: int | Non
             expected="eager",
             hint="leave actor.step_mode out",
         )
-    if not config.preference.is_paired and config.data.train_batch_size < 2:
+    if config.preference.loss == "kto" and config.data.train_batch_size < 2:
         raise UserError(
             "data.train_batch_size = 1 with preference.loss = 'kto', whose baseline is of responses to other prompts",
             source="data.train_batch_size",
             expected="2 or more",
             hint="set data.train_batch_size=32",
         )
+    if config.preference.loss == "process" and config.reward_model.step_separator is None:
+        raise UserError(
+            "preference.loss = 'process' without the text that separates steps",
+            source="reward_model.step_separator",
+            expected="a text of one token, which is written between the steps",
+            hint='set reward_model.step_separator="\\n", here and where the model rewards responses',
+        )
+    _check_logprobs(config)
     return SftPlan.build(config, world_size, num_examples, 2 if config.preference.is_paired else 1)
 
 
+def _check_logprobs(config: RunConfig) -> None:
+    preference = config.preference
+    if preference.reference_logprobs is None or preference.loss not in ("kto", *_WITHOUT_REFERENCE):
+        return
+    why = "whose baseline is of other responses in each batch" if preference.loss == "kto" else "without reference"
+    raise UserError(
+        f"preference.reference_logprobs with preference.loss = {preference.loss!r}, {why}",
+        source="preference.reference_logprobs",
+        expected="a loss of pairs that has a reference (dpo, robust, ipo or a plugin's)",
+        hint="leave preference.reference_logprobs out",
+    )
+
+
 def resolve_preferences(config: RunConfig) -> RunSpec:
-    """Return the trained model, which is a policy or (bradley_terry) a reward model, and the reference, if needed."""
-    if config.preference.loss == "bradley_terry":
+    """Return the trained model, which is a policy or (`REWARD_MODELS`) a reward model, and the reference, if needed."""
+    if config.preference.loss in REWARD_MODELS:
         (actor,) = resolve_sft(config).roles.values()
         return RunSpec(roles={"actor": replace(actor, head="score", may_lack=(SCORE_HEAD,))})
     roles = resolve(replace(config, algorithm=with_reference(config))).roles
@@ -70,7 +97,7 @@ def resolve_preferences(config: RunConfig) -> RunSpec:
 
 def with_reference(config: RunConfig) -> AlgorithmConfig:
     """Return the algorithm's section, whose kl_coef decides whether there is a reference."""
-    beta = config.preference.beta if config.preference.needs_reference else 0.0
+    beta = 0.0 if config.preference.loss in _WITHOUT_REFERENCE else config.preference.beta
     return replace(config.algorithm, kl_coef=beta)
 
 
@@ -79,12 +106,15 @@ def read_preference_inputs(config: RunConfig, world_size: int) -> PreferenceInpu
     plan_preferences(config, world_size)
     check_paths(config)
     roles, tokenizer = read_models(config, resolve_preferences(config), world_size)
-    is_paired, data = config.preference.is_paired, config.data
-    train = load_preferences(data.train_files, tokenizer, data, is_paired=is_paired)
+    preference, data = config.preference, config.data
+    separator = config.reward_model.step_separator if preference.loss == "process" else None
+    load = partial(load_preferences, is_paired=preference.is_paired, step_separator=separator)
+    train = load(data.train_files, tokenizer, data)
     validation = {
-        name: load_preferences([file], tokenizer, data, is_paired=is_paired, limit=data.validation_limit)
+        name: load([file], tokenizer, data, limit=data.validation_limit)
         for name, file in name_files(data.validation_files).items()
     }
     check_mixture(data, train)
     plan = plan_preferences(config, world_size, len(train.examples))
-    return PreferenceInputs(roles["actor"], train, plan, note_models(config, roles), roles.get("reference"), validation)
+    notes = note_models(config, roles)
+    return PreferenceInputs(roles["actor"], train, plan, notes, roles.get("reference"), validation, tokenizer)

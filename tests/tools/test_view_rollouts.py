@@ -114,6 +114,41 @@ def test_a_rollout_that_failed_shows_no_reward(tool: ModuleType, tmp_path: Path)
     assert read_data(out)["index"]["columns"]["reward"] == [0.5, None, None]
 
 
+def write_pairs(run_dir: Path) -> Path:
+    """Two validation pairs, as preference learning writes them."""
+    rows = [
+        {"prompt_id": i, "sample_index": s, "prompt": f"p{i}", "response": f"{side} {i}", "reward": 0.5 - s - i}
+        | {"label": side, "num_tokens": 2, "reward_components": {"margin": 1.0}, "finish_reason": "stop"}
+        for i in range(2)
+        for s, side in enumerate(("chosen", "rejected"))
+    ]
+    return write_run(run_dir, {3: rows})
+
+
+def test_pairs_are_one_group_with_labels(tool: ModuleType, tmp_path: Path) -> None:
+    run_dir, out = write_pairs(tmp_path / "run"), tmp_path / "page.html"
+    assert tool.main([str(run_dir), "--out", str(out)]) == 0
+    index = read_data(out)["index"]
+    assert index["columns"]["label"] == ["chosen", "rejected"] * 2 and index["columns"]["group"] == [0, 0, 1, 1]
+    assert index["columns"]["response"] == ["chosen 0", "rejected 0", "chosen 1", "rejected 1"]
+    assert index["components"] == {"margin": [1.0] * 4}
+
+
+def test_pairs_are_side_by_side_in_a_browser(browser: Any, tool: ModuleType, tmp_path: Path) -> None:
+    """Without a click; a link contains the switch."""
+    run_dir, out = write_pairs(tmp_path / "run"), tmp_path / "page.html"
+    assert tool.main([str(run_dir), "--out", str(out)]) == 0
+    page, events = open_page(browser, out)
+    assert [card.text_content() for card in page.locator(".cards.many .card h2").all()] == [
+        "chosen response",
+        "rejected response",
+    ]
+    page.uncheck("#side-by-side")
+    page.wait_for_url("**group=0**")
+    assert page.locator(".card").count() == 1 and events == [out.as_uri()]
+    page.close()
+
+
 TURNS = [
     {"branch": 0, "start": 0, "observed": "", "reward": 0.25},
     {"branch": 0, "start": 3, "observed": " [408] ", "reward": None},

@@ -6,7 +6,8 @@
   const FIRST_TOKENS = 2000, MORE_TOKENS = 10000; // of one response that are shown at once
   const find = (id) => document.getElementById(id);
   const index = await read("index");
-  const { run, step, group, sample, reward, length, finish, version, response } = index.columns;
+  const { run, step, group, sample, reward, length, finish, version, response, label } = index.columns;
+  const isPaired = label.some(Boolean); // preferences: pairs are shown side by side
   const total = step.length;
   const modes = new Map(index.modes.map((mode) => [mode.key, mode]));
   const members = index.prompts.map(() => []);
@@ -63,7 +64,7 @@
       cell.style.background = shade("diverging", (0.6 * (2 * reward[i] - highest - lowest)) / (highest - lowest));
     }
     const excerpt = response[i].slice(0, 160).replace(/\s+/g, " "), prompt = index.prompts[group[i]];
-    row.append(make("span", "", step[i]), make("span", "", prompt.id), make("span", "", sample[i]),
+    row.append(make("span", "", step[i]), make("span", "", prompt.id), make("span", "", label[i] || sample[i]),
       cell, make("span", "", length[i] ?? ""), make("span", "", prompt.truth.slice(0, 40)), make("span", "", excerpt));
     return row;
   }
@@ -208,7 +209,7 @@
     const source = index.runs.length > 1 ? `${index.runs[run[i]]}: ` : "", advantages = details.advantage ?? [];
     const known = advantages.filter((x) => x !== null), mean = known.reduce((a, b) => a + b, 0) / known.length;
     if (known.length) card.style.borderLeftColor = shade("diverging", mean / modes.get("advantage").scale);
-    card.append(make("h2", "", `${source}response ${sample[i] ?? ""}`), facts);
+    card.append(make("h2", "", `${source}${label[i] ? `${label[i]} response` : `response ${sample[i] ?? ""}`}`), facts);
     if (state.mode && !details[state.mode.key]) {
       card.append(make("div", "note", `this rollout has no ${state.mode.label}: its tokens are not colored`));
     }
@@ -304,7 +305,7 @@
       const said = new URLSearchParams([...new FormData(filters)].filter(([, value]) => value && value !== "step,1"));
       if (state.selected >= 0) said.set("rollout", nameOf(state.selected));
       if (state.mode && state.mode !== defaultMode) said.set("color", state.mode.key);
-      if (find("side-by-side").checked) said.set("group", "1");
+      if (find("side-by-side").checked !== isPaired) said.set("group", isPaired ? "0" : "1");
       location.replace(`#${said}`);
     }, 300);
   }
@@ -316,7 +317,7 @@
       if (field.type === "checkbox") field.checked = said.has(field.name);
       else if (said.has(field.name)) field.value = said.get(field.name);
     }
-    find("side-by-side").checked = said.has("group");
+    find("side-by-side").checked = said.has("group") ? said.get("group") === "1" : isPaired;
     state.mode = modes.get(said.get("color")) ?? defaultMode;
     if (state.mode) find("mode").value = state.mode.key;
     const wanted = said.get("rollout");

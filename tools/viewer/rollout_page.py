@@ -173,7 +173,7 @@ class _Index:
     """The page's index of all rollouts."""
 
     def __init__(self, runs: Sequence[str]) -> None:
-        names = ("run", "step", "group", "sample", "reward", "length", "finish", "version", "response")
+        names = ("run", "step", "group", "sample", "reward", "length", "finish", "version", "response", "label")
         self.columns: dict[str, list[Any]] = {name: [] for name in names}
         self._runs, self._num_chunks = runs, 0
         self._groups: dict[tuple[int, str, str], int] = {}
@@ -201,6 +201,7 @@ class _Index:
             "finish": finish,
             "version": _number(row.get("policy_version")),
             "response": _text(row.get("response")),
+            "label": _text(row.get("label")),
         }
         for name, value in entry.items():
             self.columns[name].append(value)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_rl.config.algorithm import DistillationConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import choose_teachers
+from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.collectives import reduce_scalars, share_object, world
 from megatron_rl.rewards.scorer import SourceSpec, refuse_reward
@@ -113,7 +114,7 @@ class RewardModel:
         self.model = PackedModel(setup)
         self.head = partial(compute_scores, self.model)
 
-    def compute_scores(self, batch: TrainBatch) -> torch.Tensor:
+    def compute_scores(self, batch: TrainBatch, marks: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the score at the last token of every sequence, [num_rollouts] float32 on every rank; collective.
 
         transformers instead scores the last token that is not `pad_token_id`: the same, unless a sequence ends in that
@@ -121,15 +122,18 @@ class RewardModel:
 
         Args:
             batch: this DP rank's share; over all DP ranks, each of the rollouts 0, 1, ... appears once.
+            marks: [t] bool, ends of steps: return the lowest score at these and at the last token.
         """
         scores, group = self.model.compute_forward(batch, self.head), self.model.groups.dp
         ends = torch.cat([piece.start + piece.cu_seqlens[1:].long() - 1 for piece in batch.slices])
+        if marks is not None:
+            ends = torch.cat([ends, marks.nonzero()[:, 0]])
         ids = batch.sequence_ids[ends]
         ends, ids = ends[ids >= 0], ids[ids >= 0]
         count = batch.sequence_ids.max() + 1
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
         table = torch.zeros(int(count), dtype=torch.float32, device=scores.device)
-        table[ids] = scores[ends]
+        table = table.scatter_reduce(0, ids, scores[ends], "amin", include_self=False)
         dist.all_reduce(table, group=group)
         return table
 
@@ -163,10 +167,27 @@ def score_sequences(
 class RewardModelOnSamples(RoleOnSamples):
     """Reward model that works on a step's samples."""
 
+    def __init__(self, role: Any, packer: Packer, tokenizer: Tokenizer) -> None:
+        super().__init__(role, packer)
+        self._is_marker = None
+        if (separator := getattr(packer.config, "step_separator", None)) is not None:
+            from megatron_rl.data.preference_rows import find_marker
+
+            self._is_marker = find_marker(tokenizer, separator)
+
+    def _find_marks(self, samples: Experience, batch: TrainBatch) -> torch.Tensor | None:
+        if self._is_marker is None:
+            return None
+        markers = [token for token in batch.tokens.unique().tolist() if self._is_marker(token)]
+        starts = torch.tensor(samples.headers["num_prompt_tokens"], device=batch.tokens.device)[batch.sequence_ids]
+        return torch.isin(batch.tokens, starts.new_tensor(markers)) & (batch.position_ids >= starts)
+
     def __call__(self, samples: Experience) -> np.ndarray:
-        """Return the score at the end of each rollout, [num_rollouts] float64, equal on every rank."""
+        """Return the score of each rollout, [num_rollouts] float64, equal on every rank."""
         batch, layout = self.read(samples), self.packer.model.layout
-        scores = self.role.compute_scores(batch).double().cpu().numpy() if self.is_here else None
+        scores = None
+        if self.is_here:
+            scores = self.role.compute_scores(batch, self._find_marks(samples, batch)).double().cpu().numpy()
         if layout.world_size < world().size():
             scores = share_object(scores, world(), layout.first_rank)
         assert scores is not None

@@ -7,6 +7,7 @@ one odd, and both are in one microbatch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_rl.algorithms.catalog import PREFERENCE_LOSSES
 from megatron_rl.algorithms.preference_losses import Pairwise, ScoredResponses
 from megatron_rl.config.algorithm import PreferenceConfig
 from megatron_rl.config.schema import TrainedConfig
+from megatron_rl.data.preference_rows import Preference
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.given_losses import compute_given_loss, describe_given_loss
 from megatron_rl.training.optimizer import Optimizer, StepLoss
@@ -49,6 +51,7 @@ class PreferenceLoss:
         is_chosen: [num_examples] labels of single responses.
         margins, weights: [num_examples].
         num_chosen_tokens: in the loss, over all examples.
+        references: [num_sequences] sums of the reference's log-probs; `None` if the loss has no reference.
         baseline: z of kto.
         scores: whether values are scores of positions (bradley_terry), else log-probs.
     """
@@ -58,6 +61,7 @@ class PreferenceLoss:
     margins: np.ndarray
     weights: np.ndarray
     num_chosen_tokens: int
+    references: np.ndarray | None = None
     baseline: float = 0.0
     scores: bool = False
     __name__ = "preference"
@@ -73,12 +77,11 @@ class PreferenceLoss:
             sums = torch.where(lengths > 0, values[find_last_tokens(microbatch, count)].double(), 0.0)
         else:
             sums = sum_by_sequence(values, microbatch, count)
-        reference = microbatch.ref_logprobs
-        references = torch.zeros_like(lengths) if reference is None else sum_by_sequence(reference, microbatch, count)
-        responses = ScoredResponses(sums, lengths, references)
-        weights, margins, labels = (
-            torch.from_numpy(table).to(device) for table in (self.weights, self.margins, self.is_chosen)
+        references = np.zeros(count) if self.references is None else self.references
+        weights, margins, labels, references = (
+            torch.from_numpy(table).to(device) for table in (self.weights, self.margins, self.is_chosen, references)
         )
+        responses = ScoredResponses(sums, lengths, references)
         if config.is_paired:
             is_here = lengths[0::2] > 0
             assert torch.equal(is_here, lengths[1::2] > 0), "a pair is in two microbatches"
@@ -122,6 +125,44 @@ def _describe_pairs(found: Pairwise) -> dict[str, torch.Tensor]:
     }
 
 
+_MOST_TOKENS = 1 << 32  # of a sequence
+
+
+class ProcessLoss:
+    """Loss of one step's examples in steps; a `LossFunction` of the actor.
+
+    Attributes:
+        labels: [num_steps] bool, over all examples in order.
+    """
+
+    __name__ = "preference"
+
+    def __init__(self, config: PreferenceConfig, examples: Sequence[Preference]) -> None:
+        self._config, sizes = config, [len(example.step_ends) for example in examples]
+        ends = [number * _MOST_TOKENS + example.step_ends for number, example in enumerate(examples)]
+        self._ends = torch.from_numpy(np.concatenate(ends))
+        self.labels = np.concatenate([example.step_labels for example in examples])
+        self._weights = torch.from_numpy(np.repeat([example.weight for example in examples], sizes))
+
+    def find(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of the last tokens of the batch's steps, and the numbers of these steps, [k] each."""
+        places, ends = batch.sequence_ids * _MOST_TOKENS + batch.position_ids, self._ends.to(batch.tokens.device)
+        rows = torch.isin(places, ends).nonzero()[:, 0]
+        return rows, torch.searchsorted(ends, places[rows])
+
+    def __call__(
+        self, microbatch: TrainBatch, values: torch.Tensor, entropy: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the sum of the steps' losses over their number in all examples, and metrics, sums over steps."""
+        rows, steps = self.find(microbatch)
+        labels, weights = (table.to(values.device)[steps] for table in (torch.from_numpy(self.labels), self._weights))
+        scores = values[rows].double()
+        losses = PREFERENCE_LOSSES["process"](scores, labels, self._config)
+        margins = torch.where(labels, scores, -scores).detach()
+        metrics = {"accuracy": ((margins > 0) + 0.5 * (margins == 0)).sum(), "margin": margins.sum()}
+        return ((weights * losses).sum() / len(self.labels)).float() + 0.0 * values.sum(), metrics
+
+
 class ScoreLearner(RewardModel):
     """Reward model in training; construction is collective.
 
@@ -138,7 +179,7 @@ class ScoreLearner(RewardModel):
         self._update = OptimizerStep(build_step(self.model, self.head, self.optimizer, config), "actor")
         self._loss = StepLoss("given", compute_given_loss, self.model.device)
 
-    def forward_backward(self, minibatch: TrainBatch, loss: PreferenceLoss) -> None:
+    def forward_backward(self, minibatch: TrainBatch, loss: PreferenceLoss | ProcessLoss) -> None:
         """Compute the gradients of a preference loss over a minibatch."""
         self._loss.set_settings(loss)
         self._update.forward_backward(minibatch, self._loss)
@@ -149,14 +190,19 @@ class ScoreLearner(RewardModel):
         return describe_given_loss(result) if result else {}
 
 
-def score_responses(role: Any, batch: TrainBatch, count: int) -> np.ndarray:
+def score_responses(role: Any, batch: TrainBatch, count: int, steps: ProcessLoss | None = None) -> np.ndarray:
     """Return the sum of log-probs, or a reward model's score, of every sequence, [count] float64; collective.
 
     Args:
         role: policy, reference or reward model.
         batch: this DP rank's share of the sequences.
+        steps: return the score of every step instead, [num_steps].
     """
-    if role.model.shape.has_score_head:
+    if steps is not None:
+        rows, numbers = steps.find(batch)
+        table = torch.zeros(len(steps.labels), dtype=torch.float64, device=batch.tokens.device)
+        table[numbers] = role.model.compute_forward(batch, role.head)[rows].double()
+    elif role.model.shape.has_score_head:
         values, last = role.model.compute_forward(batch, role.head), find_last_tokens(batch, count)
         table = torch.where(last >= 0, values[last].double(), 0.0)
     else:
