@@ -49,21 +49,25 @@ def serve(recipe: Path, arguments: Sequence[str]) -> None:
         raise UserError(f"serve.{min(strange)}", source="command line", expected=expected, hint=hint)
     owners = check_access(given)
     bound = open_socket(given) if os.environ.get("RANK", "0") == "0" else None
-    loaded = load_config(recipe, [one for one in arguments if not _is_ours(one)])
-    rows = [{"prompt": "a", "answer": "a"}] * launched_sizes()[0]
-    prepared = check(make_config(loaded.config, pass_rows("train", rows)), recipe, Parts(reward=lambda **row: 0.0))
-    process = prepared.join()
-    run = build_primitives(prepared.config, prepared.inputs, prepared.parts, process, RunSinks())
+    run = build_run(recipe, [one for one in arguments if not _is_ours(one)])
     policy = ServedPolicy(run)
     try:
         if bound is not None:
-            directory = Path(prepared.config.trainer.run_dir or f"checkpoints/served/{recipe.stem}")
+            directory = Path(run.config.trainer.run_dir or f"checkpoints/served/{recipe.stem}")
             state = ServerState(describe_served(run, given.get("name")), directory, RequestQueue())
             lead(policy, state, run, build_app(state, owners, given.get("host", "127.0.0.1")), bound)
         else:
             follow(policy)
     finally:
         policy.close()
+
+
+def build_run(recipe: Path, overrides: Sequence[str]) -> Primitives:
+    """Build the model and the engines of a recipe for serving; collective."""
+    rows = [{"prompt": "a", "answer": "a"}] * launched_sizes()[0]
+    config = make_config(load_config(recipe, overrides).config, pass_rows("train", rows))
+    prepared = check(config, recipe, Parts(reward=lambda **row: 0.0))
+    return build_primitives(prepared.config, prepared.inputs, prepared.parts, prepared.join(), RunSinks())
 
 
 def _is_ours(argument: str) -> bool:
