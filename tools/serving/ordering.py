@@ -174,9 +174,10 @@ class RequestQueue:
     def _gather(self) -> None:
         """Wait until no call has come for a moment: a client's samples arrive one by one, and run faster together."""
         quiet, deadline = self._quiet_seconds, time.monotonic() + 20 * self._quiet_seconds
-        count = len(self._ready)
-        while time.monotonic() < deadline and self._changed.wait_for(lambda: len(self._ready) > count, quiet):
+        count = 0
+        while len(self._ready) > count and time.monotonic() < deadline:
             count = len(self._ready)
+            self._changed.wait(quiet)
 
     def finish(self, call: Call, answer: Answer) -> None:
         """Store the answer of a call that was taken."""
