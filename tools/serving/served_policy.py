@@ -66,11 +66,10 @@ class ServedPolicy:
             return
         if self.model is not None:
             self._parked[self.model] = copy_state(self._policy)
+        self.model = None  # until the other's state is complete
+        put_state(self._policy, self._parked.get(model or "", self._initial))
+        self._parked.pop(model or "", None)
         self.model = model
-        if model in self._parked:
-            put_state(self._policy, self._parked.pop(model))
-        else:
-            put_state(self._policy, self._initial)
 
     def _sleep(self) -> None:
         self._awake.close()
