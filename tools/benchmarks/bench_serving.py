@@ -4,10 +4,10 @@
     python tools/benchmarks/bench_serving.py RECIPE [key=value ...] --json FILE
 
 Each step takes a sampler of the current weights, samples groups for some prompts, and updates the weights by the
-policy gradient, as the cookbook's rl_loop does. Both loops alternate in blocks of steps, with equal prompts and seeds;
-the server is a process of its own, and the client is the package tinker, on the same machine. `ratio` is the median
-step of the loop in this process over the server's: 1 means that the server costs nothing. `first_loss_gap` is the
-difference of the first losses, relative.
+policy gradient, as the cookbook's rl_loop does. Both loops alternate in steps, with equal prompts and seeds; the server
+is a process of its own, and the client is the package tinker, on the same machine. `ratio` is the median over the steps
+of the seconds in this process over the server's: 1 means that the server costs nothing; `cpu_ratio` is that of
+CPU-seconds, client included, for a busy machine. `first_loss_gap` is the difference of the first losses, relative.
 """
 
 from __future__ import annotations
@@ -142,24 +142,33 @@ def start_server(recipe: Path, settings: Sequence[str], directory: Path) -> tupl
     sys.exit(log.read_text())
 
 
-def measure(steps: dict[str, Step], args: argparse.Namespace) -> dict[str, Any]:
+def read_cpu_seconds(server: int) -> float:
+    """Return the CPU-seconds that this process and the server have used."""
+    user, system = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return time.process_time() + (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(steps: dict[str, Step], args: argparse.Namespace, server: int) -> dict[str, Any]:
     """Time the steps of each way in turns, after one that warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    wall: dict[str, list[float]] = {name: [] for name in steps}
+    cpu: dict[str, list[float]] = {name: [] for name in steps}
     first = {name: take_step(0) for name, take_step in steps.items()}
-    for block in range(args.rounds):
+    for number in range(1, 1 + args.steps):
         for name, take_step in steps.items():
-            for number in range(args.steps):
-                start = time.perf_counter()
-                take_step(1 + block * args.steps + number)
-                seconds[name].append(time.perf_counter() - start)
-    median = {name: statistics.median(found) for name, found in seconds.items()}
+            start, used = time.perf_counter(), read_cpu_seconds(server)
+            take_step(number)
+            wall[name].append(time.perf_counter() - start)
+            cpu[name].append(read_cpu_seconds(server) - used)
+    pairs = zip(wall["primitives"], wall["server"], strict=True)
     return {
-        "ratio": median["primitives"] / median["server"],
-        "seconds": median,
-        "fastest": {name: min(found) for name, found in seconds.items()},
+        "ratio": statistics.median(one / other for one, other in pairs),
+        "cpu_ratio": sum(cpu["primitives"]) / sum(cpu["server"]),
+        "seconds": {name: statistics.median(found) for name, found in wall.items()},
+        "cpu_seconds": {name: statistics.mean(found) for name, found in cpu.items()},
+        "fastest": {name: min(found) for name, found in wall.items()},
         "first_loss_gap": abs(first["primitives"] - first["server"]) / abs(first["primitives"]),
         "tokens_per_step": args.prompts * args.group * args.tokens,
-        "all_seconds": seconds,
+        "all_seconds": wall,
     }
 
 
@@ -172,8 +181,7 @@ def main() -> int:
     parser.add_argument("--group", type=int, default=8, help="responses to each prompt (8)")
     parser.add_argument("--prompt-tokens", type=int, default=16, help="(16)")
     parser.add_argument("--tokens", type=int, default=32, help="of each response (32)")
-    parser.add_argument("--rounds", type=int, default=5, help="blocks of each way (5)")
-    parser.add_argument("--steps", type=int, default=3, help="per block (3)")
+    parser.add_argument("--steps", type=int, default=15, help="of each way (15)")
     parser.add_argument("--directory", type=Path, default=Path("bench_serving"), help="of the server's files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as well")
     args = parser.parse_args()
@@ -185,7 +193,7 @@ def main() -> int:
             "primitives": make_local_step(run, args, vocab_size),
             "server": make_served_step(url, args, vocab_size),
         }
-        found = measure(ways, args)
+        found = measure(ways, args, server.pid)
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(120)

@@ -96,9 +96,11 @@ def check_shared(directory: Path) -> None:
             error = UserError(found, source="trainer.run_dir", expected=expected, hint=hint)
             break
         time.sleep(0.1)
-    raise_together(error, world())
-    if is_first:
-        (directory / name).unlink()
+    try:
+        raise_together(error, world())
+    finally:
+        if is_first:
+            (directory / name).unlink()
 
 
 def _is_ours(argument: str) -> bool:

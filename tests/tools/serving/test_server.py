@@ -29,10 +29,12 @@ import numpy as np
 import pytest
 import torch
 
+from distributed import run_ranks
 from launch_runs import ROOT, find_free_port, run_script
 from megatron_rl.run.primitives import Policy
+from megatron_rl.types import UserError
 from rl_runs import layout_overrides, load_nested, overrides_for
-from tools.serving import http_api
+from tools.serving import http_api, starting
 from tools.serving.wire import MESSAGES
 
 Post = Callable[..., Any]
@@ -275,6 +277,30 @@ def test_two_ranks_serve_as_one_does(task: Path, tmp_path: Path, layout: str) ->
         np.testing.assert_allclose(one, two, atol=1e-4)
 
 
+def look_for(rank: int, world_size: int, directories: list[Path], patience: float) -> str:
+    """Be a rank of a server at its start."""
+    starting._PATIENCE_SECONDS = patience
+    try:
+        starting.check_shared(directories[rank])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_do_not_share_a_directory_are_refused(tmp_path: Path) -> None:
+    """Two directories stand for two hosts' own disks; a file instead of a directory, for one that cannot be written."""
+    (tmp_path / "file").touch()
+    for names, message in (
+        ("aa", ""),
+        ("ab", "does not see the files that rank 0 writes"),
+        (("file", "file"), "written"),
+    ):
+        found = run_ranks(look_for, 2, [tmp_path / name for name in names], 0.3)
+        assert all(message in text and bool(text) == bool(message) for text in found)
+        assert not message or all("trainer.run_dir" in text and "hosts share" in text for text in found)
+    assert not [*(tmp_path / "a").iterdir()]
+
+
 def break_third_step() -> None:
     """Let the third optimizer step of a server fail after it has changed the weights, as no client's mistake does."""
     plain, count = Policy.optim_step, itertools.count(1)
@@ -383,7 +409,7 @@ def test_two_thousand_requests_over_a_bad_network_train_as_in_order(task: Path, 
         answers = []
         for path, body in list_requests(quiet):
             promise = post(path, body)
-            answers.append(post("retrieve_future", promise) if path == "optim_step" else promise)
+            answers.append(wait_for(post, promise) if path == "optim_step" else promise)
         rng, requests = random.Random(1), list_requests(shaken)
         order = sorted(range(len(requests)), key=lambda index: index + rng.uniform(0, 40))
         networks = [BadNetwork(address, seed) for seed in range(4)]
