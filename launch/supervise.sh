@@ -3,13 +3,13 @@
 # Run a launcher, forward SIGTERM and SIGUSR1 to it, and exit with 75 if the run is to be continued.
 #   bash launch/supervise.sh RUN_DIR torchrun ...
 # torchrun exits with 1 after a signal, whatever its ranks did. A run that saved after a signal leaves
-# RUN_DIR/stopped.json, for which this script exits with 75: start the same command again (docs/checkpoints.md). After a
-# failure it prints the error again.
+# RUN_DIR/stopped.json, for which this script exits with 75: start the same command again (docs/checkpoints.md). A server
+# that saved all models leaves saved.json: 0. After a failure this script prints the error again.
 set -euo pipefail
 
 run_dir=$1
 shift
-rm -f "${run_dir:+$run_dir/stopped.json}"
+rm -f "${run_dir:+$run_dir/stopped.json}" "${run_dir:+$run_dir/saved.json}"
 said="$(mktemp)" || said=/dev/null
 # A copy of stderr. A signal to all processes of the job must not end tee before the writers.
 exec 3> >(trap '' TERM INT HUP QUIT USR1; exec tee "$said" >&2)
@@ -29,6 +29,8 @@ exec 3>&-
 for _ in {1..20}; do kill -0 "$copying" 2>/dev/null || break; sleep 0.1; done
 if ((status != 0)) && [[ -n $run_dir && -f $run_dir/stopped.json ]]; then
     status=75
+elif ((status != 0)) && [[ -n $run_dir && -f $run_dir/saved.json ]]; then
+    status=0
 elif ((status != 0)); then
     bash "$(dirname "${BASH_SOURCE[0]}")/last_error.sh" "$said"
 fi

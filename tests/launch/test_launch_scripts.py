@@ -257,14 +257,18 @@ def test_slurm_requeues_on_the_signal_and_keeps_waiting(environment: dict[str, s
     assert calls(environment)[-1][:2] == ("scontrol", ["requeue", "4711"])
 
 
-@pytest.mark.parametrize("signal_name,saves,expected", [("TERM", True, 75), ("USR1", True, 75), ("TERM", False, 1)])
-def test_the_exit_code_after_a_signal(signal_name: str, saves: bool, expected: int, tmp_path: Path) -> None:
-    """A launcher that exits with 1 in any case; stopped.json shows whether its ranks have saved."""
-    save = f"touch {tmp_path}/stopped.json" if saves else ":"
+@pytest.mark.parametrize(
+    ("signal_name", "saves", "expected"),
+    [("TERM", "stopped.json", 75), ("USR1", "stopped.json", 75), ("TERM", "saved.json", 0), ("TERM", None, 1)],
+)
+def test_the_exit_code_after_a_signal(signal_name: str, saves: str | None, expected: int, tmp_path: Path) -> None:
+    """A launcher that exits with 1 in any case; stopped.json, or a server's saved.json, shows that ranks have saved."""
+    save = f"touch {tmp_path}/{saves}" if saves else ":"
     launcher = (
         f"trap 'sleep 0.3; {save}; exit 1' {signal_name}; touch {tmp_path}/ready; while true; do sleep 0.05; done"
     )
-    (tmp_path / "stopped.json").touch()  # of an earlier run: means nothing
+    for name in ("stopped.json", "saved.json"):
+        (tmp_path / name).touch()  # of an earlier run: means nothing
     process = subprocess.Popen(["bash", "launch/supervise.sh", tmp_path, "bash", "-c", launcher], cwd=ROOT)
     deadline = time.monotonic() + 20
     while not (tmp_path / "ready").exists() and time.monotonic() < deadline:

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_rl.engines.protocol import Sampled
 from megatron_rl.engines.token_requests import TokenRequest
-from tools.serving.wire import LENGTH, MESSAGES, NO_LOGPROB, STOP, refuse
+from tools.serving.wire import LENGTH, MESSAGES, NO_LOGPROB, STOP, read_json_tensor, read_tensor, refuse, write_like
 
 LOSSES = "importance_sampling, ppo, cispo, dro, gspo or cross_entropy"
 _ADAM = {  # AdamParams -> its default, and the setting of `optim_step`
@@ -25,6 +25,7 @@ _ADAM = {  # AdamParams -> its default, and the setting of `optim_step`
     "grad_clip_norm": (0.0, "grad_clip_norm"),
 }
 _MOST_SAMPLES, _MOST_TOP = 1024, 20
+_TARGETS = "target_prompt_logprobs"
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,22 @@ def read_number(given: Mapping[str, Any], name: str, default: Any, kind: type = 
 
 @dataclass(frozen=True)
 class SampleJob:
-    """A checked sampling request; `num_scored`: last tokens of the prompt whose log-probs are returned."""
+    """A checked sampling request.
+
+    Attributes:
+        num_scored: last tokens of the prompt whose log-probs are returned.
+        targets: message of a tensor [p - 1, k], in bytes: tokens to score after each one of the prompt, -1 for none.
+    """
 
     request: TokenRequest
     num_samples: int
     num_scored: int
+    targets: bytes | None = None
+
+    def read_targets(self) -> tuple[Any, np.ndarray]:
+        """Return the message of `targets`, and its values."""
+        message = MESSAGES["Tensor"].FromString(self.targets)
+        return message, read_tensor(message, _TARGETS, -1)
 
 
 def read_sample(body: Mapping[str, Any], limits: Limits) -> SampleJob:
@@ -89,9 +101,8 @@ def read_sample(body: Mapping[str, Any], limits: Limits) -> SampleJob:
     if body.get("record_stability_info"):
         found = "a sample for stable_reinforce, whose formula is not published"
         raise refuse(found, "record_stability_info", hint=f"pass loss_fn={LOSSES}")
-    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
-        if body.get(name):
-            raise refuse(f"a sample with {name}", name, "a request without it", "topk_prompt_logprobs is served")
+    if body.get(name := "prompt_alt_tokens_k"):
+        raise refuse(f"a sample with {name}", name, "a request without it", "topk_prompt_logprobs is served")
     prompt = read_prompt(body.get("prompt"), limits)
     given = body.get("sampling_params")
     given = given if isinstance(given, Mapping) else {}
@@ -126,11 +137,24 @@ def read_sample(body: Mapping[str, Any], limits: Limits) -> SampleJob:
         top_logprobs=values["topk_sample_logprobs"],
         prompt_logprobs=top_prompt if is_scored or top_prompt else None,
     )
-    return SampleJob(request, values["num_samples"], values["prompt_logprobs_last_n"] if is_scored else 0)
+    num_scored = values["prompt_logprobs_last_n"] if is_scored else 0
+    return SampleJob(request, values["num_samples"], num_scored, _read_targets(body.get(_TARGETS), prompt, limits))
 
 
-def write_samples(job: SampleJob, found: Sequence[Sampled]) -> bytes:
-    """Return the result of a sampling request."""
+def _read_targets(given: Any, prompt: np.ndarray, limits: Limits) -> bytes | None:
+    if given is None:
+        return None
+    message = read_json_tensor(given, _TARGETS)
+    targets = read_tensor(message, _TARGETS, -1)
+    if targets.ndim != 2 or len(targets) != len(prompt) - 1 or not (targets >= 0).any():
+        found, shape = f"target_prompt_logprobs of shape {list(targets.shape)}", f"[{len(prompt) - 1}, k]"
+        raise refuse(found, _TARGETS, f"{shape} for this prompt, with at least one token")
+    check_tokens(np.where(targets == -1, 0, targets), _TARGETS, limits)
+    return message.SerializeToString()
+
+
+def write_samples(job: SampleJob, found: Sequence[Sampled], scored: np.ndarray | None = None) -> bytes:
+    """Return the result of a sampling request; `scored` has the log-probs of its `targets`."""
     out, request = MESSAGES["SampleResponse"](), job.request
     all_scores: list[Any] = [one.scores for one in found]
     scores = all_scores[0]
@@ -145,6 +169,9 @@ def write_samples(job: SampleJob, found: Sequence[Sampled]) -> bytes:
         out.prompt_logprobs = logprobs.astype("<f4").tobytes()
     if request.prompt_logprobs:
         _write_top(out.topk_prompt_logprobs, scores.prompt_top_ids, scores.prompt_top_logprobs)
+    if scored is not None:
+        message, targets = job.read_targets()
+        out.target_prompt_logprobs.CopyFrom(write_like(message, np.where(targets < 0, 0.0, scored)))
     return out.SerializeToString()
 
 

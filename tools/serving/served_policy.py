@@ -12,9 +12,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.engines.protocol import derive_seed
 from megatron_rl.parallel.collectives import raise_together, world
 from megatron_rl.run.primitives import Primitives
+from megatron_rl.training.datums import Datum
 from tools.serving.parking import copy_state, copy_weights, put_state, put_weights, reset_optimizer
 from tools.serving.request_checks import SampleJob, write_samples
 from tools.serving.server_state import BASE
@@ -34,6 +37,7 @@ class ServedPolicy:
         self._parked: dict[str, Any] = {}  # models whose state is not in the policy
         self._initial = copy_state(run.policy)
         self._versions: dict[str, Any] = {BASE: copy_weights(run.policy.model)}
+        self._held: str | None = None  # the version that the model has until `_sleep`
         self._in_engine: str | None = None  # the version that the engines have, while they are awake
         self._awake = ExitStack()
 
@@ -62,15 +66,14 @@ class ServedPolicy:
             return
         if self.model is not None:
             self._parked[self.model] = copy_state(self._policy)
+        self.model = None  # until the other's state is complete
+        put_state(self._policy, self._parked.get(model or "", self._initial))
+        self._parked.pop(model or "", None)
         self.model = model
-        if model in self._parked:
-            put_state(self._policy, self._parked.pop(model))
-        else:
-            put_state(self._policy, self._initial)
 
     def _sleep(self) -> None:
         self._awake.close()
-        self._in_engine = None
+        self._in_engine = self._held = None
 
     def _create(self, model: str, directory: str | None, with_optimizer: bool = False) -> int:
         self._exchange(model)
@@ -119,6 +122,7 @@ class ServedPolicy:
 
     def _sample(self, version: str, directory: str | None, jobs: Sequence[SampleJob]) -> list[bytes]:
         """Sample from a version of the weights, which stays in the engines until the next command of another kind."""
+        scored = iter(self._score_targets(version, directory, jobs))
         if self._in_engine != version:
             self._wake(version, directory)
         requests = [
@@ -127,14 +131,37 @@ class ServedPolicy:
             for index in range(job.num_samples)
         ]
         found = iter(self._policy.sample_requests(requests))
-        return [write_samples(job, [next(found) for _ in range(job.num_samples)]) for job in jobs]
+        return [
+            write_samples(job, [next(found) for _ in range(job.num_samples)], next(scored) if job.targets else None)
+            for job in jobs
+        ]
+
+    def _score_targets(self, version: str, directory: str | None, jobs: Sequence[SampleJob]) -> list[np.ndarray]:
+        """Compute the log-probs of given tokens along prompts with the model, as engines have those of sampled ones."""
+        datums = []
+        for job in jobs:
+            if job.targets:
+                _, targets = job.read_targets()
+                datums.append(Datum(job.request.tokens[:-1], np.maximum(targets, 0)))
+        if not datums:
+            return []
+        self._sleep()
+        self._hold(version, directory)
+        return self._policy.forward_backward_datums(datums, "cross_entropy", backward=False)[0]
 
     def _wake(self, version: str, directory: str | None) -> None:
-        """Transfer a version of the weights to the engines.
+        """Transfer a version of the weights to the engines."""
+        if self._held != version:
+            self._sleep()
+            self._hold(version, directory)
+        self._awake.enter_context(self._policy.rollout_mode())
+        self._in_engine = version
 
-        It stays in the model as long as they are awake, as their parameters may be the model's own.
+    def _hold(self, version: str, directory: str | None) -> None:
+        """Put a version of the weights into the model until `_sleep`.
+
+        It stays there while the engines are awake, as their parameters may be the model's own.
         """
-        self._sleep()
         if version in self._parked:
             self._exchange(version)
         if version != self.model:
@@ -143,8 +170,7 @@ class ServedPolicy:
             mine, model = copy_weights(self._policy.model), self._policy.model
             self._awake.callback(put_weights, model, mine)
             put_weights(model, self._versions[version])
-        self._awake.enter_context(self._policy.rollout_mode())
-        self._in_engine = version
+        self._held = version
 
     def _read_version(self, directory: str | None) -> Any:
         """Return the weights of a checkpoint, with the policy's state as before."""

@@ -45,7 +45,12 @@ class Served:
 
 @dataclass
 class TrainedModel:
-    """A model in training; `is_torn` if a part of the gradients since the last step is missing."""
+    """A model in training.
+
+    Attributes:
+        is_torn: a part of the gradients since the last step is missing.
+        is_broken: a request that changes weights failed halfway.
+    """
 
     model_id: str
     owner: str
@@ -55,6 +60,7 @@ class TrainedModel:
     steps: int = 0
     is_created: bool = False
     is_torn: bool = False
+    is_broken: bool = False
 
 
 @dataclass

@@ -9,8 +9,8 @@ import signal
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.passed_rows import pass_rows
 from megatron_rl.observability.status import StatusPage
-from megatron_rl.parallel.collectives import share_object, world
+from megatron_rl.parallel.collectives import raise_together, share_object, world
 from megatron_rl.run.building import RunSinks, launched_sizes
 from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.primitives import Primitives, build_primitives
 from megatron_rl.run.session import check
-from megatron_rl.types import UserError
+from megatron_rl.types import UserError, text_of
 from tools.serving.checkpoint_index import SCHEME, unknown, utc
 from tools.serving.http_api import build_app, read_tokens
 from tools.serving.ordering import SAMPLE, Answer, Call, RequestQueue, answer_error, answer_json
@@ -38,7 +38,8 @@ from tools.serving.server_state import Served, ServerState, TrainedModel
 from tools.serving.wire import refuse
 
 _IDLE_SECONDS = 5.0  # between two broadcasts, far below any `trainer.collective_timeout`
-_STOPPED = "server-stopped"
+_STOPPED, _SAVED_FILE = "server-stopped", "saved.json"  # a checkpoint, and the sign for launch/supervise.sh
+_PATIENCE_SECONDS = 10.0  # until a file of another host is seen
 
 
 def serve(recipe: Path, arguments: Sequence[str]) -> None:
@@ -49,21 +50,57 @@ def serve(recipe: Path, arguments: Sequence[str]) -> None:
         raise UserError(f"serve.{min(strange)}", source="command line", expected=expected, hint=hint)
     owners = check_access(given)
     bound = open_socket(given) if os.environ.get("RANK", "0") == "0" else None
-    loaded = load_config(recipe, [one for one in arguments if not _is_ours(one)])
-    rows = [{"prompt": "a", "answer": "a"}] * launched_sizes()[0]
-    prepared = check(make_config(loaded.config, pass_rows("train", rows)), recipe, Parts(reward=lambda **row: 0.0))
-    process = prepared.join()
-    run = build_primitives(prepared.config, prepared.inputs, prepared.parts, process, RunSinks())
+    run = build_run(recipe, [one for one in arguments if not _is_ours(one)])
+    directory = Path(run.config.trainer.run_dir or f"checkpoints/served/{recipe.stem}")
+    check_shared(directory)
     policy = ServedPolicy(run)
     try:
         if bound is not None:
-            directory = Path(prepared.config.trainer.run_dir or f"checkpoints/served/{recipe.stem}")
             state = ServerState(describe_served(run, given.get("name")), directory, RequestQueue())
             lead(policy, state, run, build_app(state, owners, given.get("host", "127.0.0.1")), bound)
+            (directory / _SAVED_FILE).write_text("{}\n")
         else:
             follow(policy)
     finally:
         policy.close()
+
+
+def build_run(recipe: Path, overrides: Sequence[str]) -> Primitives:
+    """Build the model and the engines of a recipe for serving; collective."""
+    rows = [{"prompt": "a", "answer": "a"}] * launched_sizes()[0]
+    config = make_config(load_config(recipe, overrides).config, pass_rows("train", rows))
+    prepared = check(config, recipe, Parts(reward=lambda **row: 0.0))
+    return build_primitives(prepared.config, prepared.inputs, prepared.parts, prepared.join(), RunSinks())
+
+
+def check_shared(directory: Path) -> None:
+    """Check that all ranks see the same directory, as each one writes and reads its part of a checkpoint; collective.
+
+    Raises:
+        UserError: some rank does not see a file of rank 0; on every rank.
+    """
+    name, error = share_object(f".seen_by_all_{uuid.uuid4().hex}", world()), None
+    expected, hint = "a directory on a file system that all hosts share", "pass trainer.run_dir=DIR"
+    if is_first := world().rank() == 0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / name).touch()
+        except OSError as caught:
+            found = f"{directory} cannot be written: {caught}"
+            error = UserError(found, source="trainer.run_dir", expected=expected, hint=hint)
+    raise_together(error, world())
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not (directory / name).exists():  # a file system over the network may be late
+        if time.monotonic() > deadline:
+            found = f"{socket.gethostname()} does not see the files that rank 0 writes to {directory}"
+            error = UserError(found, source="trainer.run_dir", expected=expected, hint=hint)
+            break
+        time.sleep(0.1)
+    try:
+        raise_together(error, world())
+    finally:
+        if is_first:
+            (directory / name).unlink()
 
 
 def _is_ours(argument: str) -> bool:
@@ -146,7 +183,7 @@ def describe_served(run: Primitives, name: str | None) -> Served:
 
 def lead(policy: ServedPolicy, state: ServerState, run: Primitives, app: Any, bound: socket.socket) -> None:
     """Answer HTTP in a thread and run its calls, on rank 0, until a signal."""
-    queue, stopping = state.queue, threading.Event()
+    stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *unused: stopping.set())
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=75))
@@ -155,28 +192,56 @@ def lead(policy: ServedPolicy, state: ServerState, run: Primitives, app: Any, bo
     page = open_status_page(run, state)
     host, port = bound.getsockname()[:2]
     print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    error = None
     try:
-        while not stopping.is_set() and thread.is_alive():
-            state.checkpoints.expire()
-            state.close_silent()
-            calls = queue.take(_IDLE_SECONDS)
-            if calls:
-                run_calls(calls, policy, queue)
-            else:
-                run_together(policy, "idle", {})
-        for model in [one for one in state.models.values() if one.is_created]:
-            path = f"{SCHEME}{model.model_id}/weights/{_STOPPED}"
-            run_together(
-                policy, "save", {"model": model.model_id, "directory": str(state.checkpoints.directory_of(path))}
-            )
-            state.checkpoints.add(path, model.owner, state.served.name, model.metadata, {})
-            print(f"saved {path}", flush=True)
+        while error is None and not stopping.is_set():
+            error = take_turn(policy, state)
+            if not thread.is_alive():
+                error = error or RuntimeError("the HTTP server ended")
+        unsaved = save_models(policy, state)
+        error = error or unsaved
         share_object(("stop", {}), world())
+        if error is not None:
+            raise error
     finally:
         if page is not None:
             page.close()
         server.should_exit = True
         thread.join(5.0)
+
+
+def take_turn(policy: ServedPolicy, state: ServerState) -> Exception | None:
+    """Run the next calls, or keep the other ranks waiting for some; return an error that is no client's mistake."""
+    try:
+        state.checkpoints.expire()
+        state.close_silent()
+        if calls := state.queue.take(_IDLE_SECONDS):
+            run_calls(calls, policy, state.queue)
+        else:
+            run_together(policy, "idle", {})
+    except Exception as error:
+        return error
+    return None
+
+
+def save_models(policy: ServedPolicy, state: ServerState) -> Exception | None:
+    """Save each model, also if another one cannot be saved; return the first error."""
+    first = None
+    for model in [*state.models.values()]:
+        if not model.is_created:
+            continue
+        path = f"{SCHEME}{model.model_id}/weights/{_STOPPED}"
+        payload = {"model": model.model_id, "directory": str(state.checkpoints.directory_of(path))}
+        try:
+            if model.is_broken:
+                raise RuntimeError("its last request failed halfway; load an earlier checkpoint")
+            run_together(policy, "save", payload)
+            state.checkpoints.add(path, model.owner, state.served.name, model.metadata, {})
+            print(f"saved {path}", flush=True)
+        except Exception as error:
+            first = first or error
+            print(f"not saved: {model.model_id}: {text_of(error)}", flush=True)
+    return first
 
 
 def open_status_page(run: Primitives, state: ServerState) -> StatusPage | None:
@@ -209,15 +274,19 @@ def open_status_page(run: Primitives, state: ServerState) -> StatusPage | None:
 
 
 def follow(policy: ServedPolicy) -> None:
-    """Run the commands of rank 0 until it stops."""
+    """Run the commands of rank 0 until it stops; an error that is no user's ends this rank then."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides
-    while True:
-        kind, payload = share_object(None, world())
-        if kind == "stop":
-            return
-        with suppress(UserError):  # rank 0 answers with it
-            policy.run(kind, payload)
+    fault = None
+    while (command := share_object(None, world()))[0] != "stop":
+        try:
+            policy.run(*command)
+        except UserError:  # rank 0 answers with it
+            pass
+        except Exception as error:  # rank 0 saves the models
+            fault = error
+    if fault is not None:
+        raise fault
 
 
 def run_together(policy: ServedPolicy, kind: str, payload: dict[str, Any]) -> Any:
@@ -279,6 +348,10 @@ def run_numbered(call: Call, policy: ServedPolicy) -> Any:
     except UserError:
         if call.kind == "forward_backward":
             model.is_torn = True
+        raise
+    except Exception:
+        if call.kind in ("optim_step", "load"):
+            model.is_broken = True
         raise
 
 

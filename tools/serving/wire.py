@@ -105,7 +105,7 @@ def read_data(message: Any) -> list[Datum]:
         if not all(chunk.HasField("encoded_text") for chunk in datum.model_input) or not any(chunks):
             raise refuse(f"{where}: a model input without tokens, or with an image or audio", "model_input", "text")
         tokens = _read(b"".join(chunks), _TYPES[3], where)
-        inputs = {name: _read_tensor(tensor, f"{where}, {name}") for name, tensor in datum.loss_fn_inputs.items()}
+        inputs = {name: read_tensor(tensor, f"{where}, {name}") for name, tensor in datum.loss_fn_inputs.items()}
         if "target_tokens" not in inputs:
             raise refuse(
                 f"{where} has no target_tokens", "loss_fn_inputs", "target_tokens, and the columns of the loss"
@@ -127,8 +127,39 @@ def _read(data: bytes, dtype: np.dtype[Any], where: str) -> np.ndarray:
     return np.frombuffer(data, dtype)
 
 
-def _read_tensor(tensor: Any, where: str) -> np.ndarray:
-    """Return a tensor of a datum, dense; columns of a sparse one that are not given are 0."""
+def read_json_tensor(given: Any, where: str) -> Any:
+    """Return the message of an int64 tensor in JSON (UserError if it is none)."""
+    names = "data", "shape", "sparse_crow_indices", "sparse_col_indices"
+    try:
+        values, shape, rows, columns = (np.array(given.get(name) or [], object).astype("<i8") for name in names)
+        message = MESSAGES["Tensor"](dtype=_INT64, shape=shape.tolist())
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise refuse(f"{where}: {error}", where, "a tensor of token ids") from None
+    if given.get("sparse_crow_indices") is None:
+        message.dense = values.tobytes()
+    else:
+        parts = dict(values=values, crow_indices=rows, col_indices=columns)
+        for name, part in parts.items():
+            setattr(message.sparse_csr, name, part.tobytes())
+    return message
+
+
+def write_like(tensor: Any, values: np.ndarray) -> Any:
+    """Return the message of float32 values in the layout of a tensor: dense, or with its sparse cells."""
+    message = MESSAGES["Tensor"](dtype=_FLOAT32, shape=tensor.shape)
+    if tensor.HasField("sparse_csr"):
+        sparse = tensor.sparse_csr
+        rows, columns = (np.frombuffer(part, "<i8") for part in (sparse.crow_indices, sparse.col_indices))
+        values = values[np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns]
+        message.sparse_csr.crow_indices, message.sparse_csr.col_indices = sparse.crow_indices, sparse.col_indices
+        message.sparse_csr.values = values.astype("<f4").tobytes()
+    else:
+        message.dense = values.astype("<f4").tobytes()
+    return message
+
+
+def read_tensor(tensor: Any, where: str, empty: int = 0) -> np.ndarray:
+    """Return a tensor, dense; cells that a sparse one does not have are `empty`."""
     dtype, shape = _TYPES.get(tensor.dtype), list[int](tensor.shape)
     if dtype is None or tensor.dtype not in (_FLOAT32, _INT64):
         raise refuse(f"{where}: dtype {tensor.dtype}", where, "float32 or int64")
@@ -148,7 +179,7 @@ def _read_tensor(tensor: Any, where: str) -> np.ndarray:
     is_whole = len(shape) == 2 and len(counts) == shape[0] and (counts >= 0).all() and rows[0] == 0
     if not is_whole or not rows[-1] == len(values) == len(columns) or ((columns < 0) | (columns >= shape[1])).any():
         raise refuse(f"{where}: broken sparse indices", where, "crow_indices and col_indices of a CSR matrix")
-    dense = np.zeros(shape, dtype)
+    dense = np.full(shape, empty, dtype)
     dense[np.repeat(np.arange(shape[0]), counts), columns] = values
     return dense
 

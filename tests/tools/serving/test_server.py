@@ -7,8 +7,11 @@ with it), vLLM, and GPUs.
 
 from __future__ import annotations
 
+import http.client
+import itertools
 import json
 import os
+import random
 import re
 import signal
 import sys
@@ -16,6 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,9 +29,12 @@ import numpy as np
 import pytest
 import torch
 
+from distributed import run_ranks
 from launch_runs import ROOT, find_free_port, run_script
+from megatron_rl.run.primitives import Policy
+from megatron_rl.types import UserError
 from rl_runs import layout_overrides, load_nested, overrides_for
-from tools.serving import http_api
+from tools.serving import http_api, starting
 from tools.serving.wire import MESSAGES
 
 Post = Callable[..., Any]
@@ -35,21 +42,26 @@ SUMS = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13], [4, 4, 4]]
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
-def be_server(rank: int, world_size: int, store_port: int, recipe: Path, arguments: list[str], log: Path) -> None:
+def be_server(
+    rank: int, world_size: int, port: int, recipe: Path, arguments: list[str], log: Path, prepare: Callable[[], None]
+) -> None:
     """Be one rank of a server, with its output in a file."""
     for number in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store_port))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     http_api.LONG_POLL_SECONDS = 0.2
+    prepare()
     os._exit(run_script(ROOT / "tools/serve.py", recipe, *arguments))
 
 
 @contextmanager
-def served(task: Path, directory: Path, world_size: int = 1, *extra: str) -> Iterator[tuple[Post, Any]]:
-    """Start a server; yield a function that posts to it, and its first rank's process."""
+def served(
+    task: Path, directory: Path, world_size: int = 1, *extra: str, prepare: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Post, Any]]:
+    """Start a server, with `prepare` on each rank; yield a function that posts to it, and its first rank's process."""
     directory.mkdir(exist_ok=True)
     recipe, log, port = directory / "recipe.yaml", directory / "log", find_free_port()
     overrides = overrides_for(task, directory / "run", "rollout.engine=hf", "data.max_prompt_length=16")
@@ -58,7 +70,7 @@ def served(task: Path, directory: Path, world_size: int = 1, *extra: str) -> Ite
     arguments = ["serve.port=0", "serve.name=toy", *extra]
     context = get_context("fork")
     ranks = [
-        context.Process(target=be_server, args=(rank, world_size, port, recipe, arguments, log))
+        context.Process(target=be_server, args=(rank, world_size, port, recipe, arguments, log, prepare))
         for rank in range(world_size)
     ]
     for rank in ranks:
@@ -73,7 +85,8 @@ def served(task: Path, directory: Path, world_size: int = 1, *extra: str) -> Ite
             os.kill(ranks[0].pid or 0, signal.SIGTERM)
         for rank in ranks:
             rank.join(60)
-        assert [rank.exitcode for rank in ranks][1:] == [0] * (world_size - 1), log.read_text()
+        if ranks[0].exitcode == 0:
+            assert [rank.exitcode for rank in ranks] == [0] * world_size, log.read_text()
     finally:
         for rank in ranks:
             rank.kill()
@@ -116,6 +129,9 @@ class Client:
         return self.next - 1 if given is None else given
 
     def forward_backward(self, rows: list[list[int]], number: int | None = None, forward_only: bool = False) -> Any:
+        return self.post("forward_backward", self.write_rows(rows, number, forward_only))
+
+    def write_rows(self, rows: list[list[int]], number: int | None = None, forward_only: bool = False) -> bytes:
         request = MESSAGES["ForwardBackwardRequest"](
             model_id=self.model, seq_id=self.number(number), loss_fn="cross_entropy", forward_only=forward_only
         )
@@ -126,7 +142,7 @@ class Client:
                 tensor = datum.loss_fn_inputs[name]
                 tensor.dense, tensor.dtype = np.array(values, dtype).tobytes(), 2 if dtype == "<i8" else 1
                 tensor.shape.append(len(values))
-        return self.post("forward_backward", request.SerializeToString())
+        return request.SerializeToString()
 
     def call(self, path: str, number: int | None = None, /, **body: Any) -> Any:
         return self.post(path, {"model_id": self.model, "seq_id": self.number(number), **body})
@@ -218,11 +234,15 @@ def test_models_take_turns_and_outlive_the_server(task: Path, tmp_path: Path, ex
         again, _ = sample(post, snapshot, 1)
         assert all(np.array_equal(a[0], b[0]) for a, b in zip(rows, again, strict=True))  # the weights of the snapshot
         expected = plain.logprobs(SUMS)
+        plain.call("save_weights", path="cut-off")
         os.kill(process.pid, signal.SIGKILL)
         process.join()
 
     with served(task, tmp_path / "a", 1, *extra) as (post, process):
         session = post("create_session", {})["session_id"]
+        listed = json.loads((tmp_path / "a/run/checkpoints.json").read_text())
+        for index, path in enumerate(listed, 5):  # a save that was cut off is not listed, and breaks no other one
+            assert Client(post, session, index, path=path, optimizer=False).logprobs(SUMS)
         resumed = Client(post, session, 0, path=saved, optimizer=True)
         resumed.train(SUMS)
         assert equal(resumed.logprobs(SUMS), expected)
@@ -231,7 +251,7 @@ def test_models_take_turns_and_outlive_the_server(task: Path, tmp_path: Path, ex
         assert not equal(weights.logprobs(SUMS), expected)
     index = json.loads((tmp_path / "a/run/checkpoints.json").read_text())
     stopped = [path for path in index if path.endswith("/weights/server-stopped")]
-    assert saved in index and len(stopped) == 2
+    assert saved in index and len(stopped) == 2 + len(listed)
 
 
 @pytest.mark.slow
@@ -255,3 +275,159 @@ def test_two_ranks_serve_as_one_does(task: Path, tmp_path: Path, layout: str) ->
             found.append((*clients[1].logprobs(SUMS), *(row[1] for row in rows), prompt[1:]))
     for one, two in zip(*found, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-4)
+
+
+def look_for(rank: int, world_size: int, directories: list[Path], patience: float) -> str:
+    """Be a rank of a server at its start."""
+    starting._PATIENCE_SECONDS = patience
+    try:
+        starting.check_shared(directories[rank])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_do_not_share_a_directory_are_refused(tmp_path: Path) -> None:
+    """Two directories stand for two hosts' own disks; a file instead of a directory, for one that cannot be written."""
+    (tmp_path / "file").touch()
+    for names, message in (
+        ("aa", ""),
+        ("ab", "does not see the files that rank 0 writes"),
+        (("file", "file"), "written"),
+    ):
+        found = run_ranks(look_for, 2, [tmp_path / name for name in names], 0.3)
+        assert all(message in text and bool(text) == bool(message) for text in found)
+        assert not message or all("trainer.run_dir" in text and "hosts share" in text for text in found)
+    assert not [*(tmp_path / "a").iterdir()]
+
+
+def break_third_step() -> None:
+    """Let the third optimizer step of a server fail after it has changed the weights, as no client's mistake does."""
+    plain, count = Policy.optim_step, itertools.count(1)
+
+    def optim_step(self: Policy, **settings: Any) -> Any:
+        found = plain(self, **settings)
+        assert next(count) != 3, "the third step"
+        return found
+
+    Policy.optim_step = optim_step
+
+
+@pytest.mark.slow
+def test_a_fault_of_the_server_saves_the_other_models(task: Path, tmp_path: Path) -> None:
+    """On two ranks: the model whose step failed halfway is not saved, the other is; clients get the error."""
+    with served(task, tmp_path / "a", 2, prepare=break_third_step) as (post, process):
+        session = post("create_session", {})["session_id"]
+        whole, broken = (Client(post, session, index) for index in range(2))
+        for client in (whole, broken):
+            client.train(SUMS)
+        whole.forward_backward(SUMS)  # an unfinished step
+        broken.forward_backward(SUMS)
+        broken.optim_step()
+        process.join(60)
+    assert process.exitcode not in (0, None)
+    log = (tmp_path / "a/log").read_text()
+    assert f"saved tinker://{whole.model}/weights/server-stopped" in log
+    assert f"not saved: {broken.model}: its last request failed halfway" in log
+    assert log.count("AssertionError: the third step") >= 1 and not (tmp_path / "a/run/saved.json").exists()
+    listed = json.loads((tmp_path / "a/run/checkpoints.json").read_text())
+    assert [*listed] == [f"tinker://{whole.model}/weights/server-stopped"]
+
+
+NUM_STEPS = 667  # of two passes and an optimizer step: 2,001 requests
+
+
+class BadNetwork:
+    """Sends each request of a client, and for about a third of them does so badly first.
+
+    A tenth is sent twice, a tenth ends in the middle of the body, and of a tenth the answer is never read.
+    """
+
+    def __init__(self, address: str, seed: int) -> None:
+        self._address, self._rng = address, random.Random(seed)
+        self.counts = {"twice": 0, "half a body": 0, "no answer": 0}
+
+    def send(self, path: str, body: bytes) -> None:
+        draw = self._rng.random()
+        name = "twice" if draw < 0.1 else "half a body" if draw < 0.2 else "no answer" if draw < 0.3 else None
+        if name is not None:
+            self.counts[name] += 1
+            self._post(path, body, name)
+        while self._post(path, body, "once") == 429:
+            time.sleep(0.05)
+
+    def fetch(self, promise: str) -> bytes:
+        """Fetch an answer; a tenth of the polls is given up before the answer comes."""
+        body = json.dumps({"request_id": promise}).encode()
+        if self._rng.random() < 0.1:
+            self._post("retrieve_future", body, "no answer")
+        while (status := self._post("retrieve_future", body, "once")) == 408:
+            pass
+        assert status == 200
+        return self._answer
+
+    def _post(self, path: str, body: bytes, how: str) -> int:
+        connection = http.client.HTTPConnection(self._address, timeout=60)
+        try:
+            connection.putrequest("POST", f"/api/v1/{path}")
+            for name, value in (("x-api-key", "tml-test"), ("content-length", str(len(body)))):
+                connection.putheader(name, value)
+            connection.endheaders()
+            connection.send(body[: len(body) // 2] if how == "half a body" else body)
+            if how in ("half a body", "no answer"):
+                return 0
+            answer = connection.getresponse()
+            self._answer = answer.read()
+            return answer.status
+        finally:
+            connection.close()
+
+
+def list_requests(client: Client) -> list[tuple[str, bytes]]:
+    """List the requests of all steps, in order; their numbers are 1, 2, 3, ..."""
+    rng, found = random.Random(0), []
+    for _ in range(NUM_STEPS):
+        for _ in range(2):
+            rows = [[rng.randrange(3, 15) for _ in range(rng.randrange(2, 7))]]
+            found.append(("forward_backward", client.write_rows(rows)))
+        adam = ADAM | {"learning_rate": 1e-4 * rng.random()}
+        body = {"model_id": client.model, "seq_id": client.number(None), "adam_params": adam}
+        found.append(("optim_step", json.dumps(body).encode()))
+    return found
+
+
+@pytest.mark.slow
+def test_two_thousand_requests_over_a_bad_network_train_as_in_order(task: Path, tmp_path: Path) -> None:
+    """Each step's loss and gradient norm, and all weights and moments, equal those of a quiet client, bit for bit.
+
+    Four threads send a client's requests out of order (within forty), repeated, cut off, or without reading answers.
+    """
+    with served(task, tmp_path / "a") as (post, _):
+        session = post("create_session", {})["session_id"]
+        address = re.search(r"//(\S+)", (tmp_path / "a/log").read_text())[1]  # pyright: ignore[reportOptionalSubscript]
+        quiet, shaken = (Client(post, session, index) for index in range(2))
+        answers = []
+        for path, body in list_requests(quiet):
+            promise = post(path, body)
+            answers.append(wait_for(post, promise) if path == "optim_step" else promise)
+        rng, requests = random.Random(1), list_requests(shaken)
+        order = sorted(range(len(requests)), key=lambda index: index + rng.uniform(0, 40))
+        networks = [BadNetwork(address, seed) for seed in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+
+            def send(network: BadNetwork, part: list[int]) -> None:
+                for index in part:
+                    network.send(*requests[index])
+
+            list(pool.map(send, networks, [order[i::4] for i in range(4)]))
+        for index, answer in enumerate(answers, 1):
+            if index % 3 == 0:
+                assert json.loads(networks[0].fetch(f"{shaken.model}/{index}")) == answer
+        counts = [sum(network.counts[name] for network in networks) for name in networks[0].counts]
+        assert min(counts) > 150
+        pieces = []
+        for client in (quiet, shaken):
+            wait_for(post, client.call("save_weights", path="end"))
+            directory = tmp_path / "a/run" / client.model.replace(":", "_") / f"weights/end/step_{NUM_STEPS}/actor"
+            pieces.append({file.name: file.read_bytes() for file in directory.glob("*.distcp")})
+        assert pieces[0] == pieces[1] and sum(map(len, pieces[0].values())) > 1 << 20

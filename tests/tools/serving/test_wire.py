@@ -14,8 +14,8 @@ import pytest
 from megatron_rl.engines.protocol import Sampled
 from megatron_rl.engines.token_requests import Scores, TokenRequest
 from megatron_rl.types import UserError
-from tools.serving.request_checks import SampleJob, write_samples
-from tools.serving.wire import MESSAGES, parse_forward_backward, read_config, read_data, write_outputs
+from tools.serving.request_checks import Limits, SampleJob, read_sample, write_samples
+from tools.serving.wire import MESSAGES, parse_forward_backward, read_config, read_data, read_tensor, write_outputs
 
 
 def make_request(tokens: Any = (3, 4, 5), **columns: Any) -> Any:
@@ -152,3 +152,39 @@ def test_a_sparse_matrix_of_any_height_needs_no_memory() -> None:
 def test_a_body_without_model_and_number_is_refused(body: bytes) -> None:
     with pytest.raises(UserError, match="forward_backward"):
         parse_forward_backward(body)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_log_probs_of_given_tokens_have_their_layout(is_sparse: bool) -> None:
+    given = {"data": [5, -1, 6, 7], "dtype": "int64", "shape": [2, 2]}
+    if is_sparse:
+        given |= {"data": [5, 6, 7], "sparse_crow_indices": [0, 1, 3], "sparse_col_indices": [0, 0, 1]}
+    body = {"prompt": {"chunks": [{"tokens": [3, 4, 5]}]}, "target_prompt_logprobs": given}
+    job = read_sample(body, Limits(vocab_size=8, context=16))
+    _, targets = job.read_targets()
+    assert np.array_equal(targets, [[5, -1], [6, 7]])
+    sampled = Sampled(0, np.array([4], np.int32), np.array([-0.1], np.float32), "length")
+    scored = np.array([[-1.0, -9.0], [-2.0, -3.0]], np.float32)
+    found = MESSAGES["SampleResponse"].FromString(write_samples(job, [sampled], scored)).target_prompt_logprobs
+    assert list(found.shape) == [2, 2] and found.HasField("sparse_csr") == is_sparse
+    assert np.array_equal(read_tensor(found, "found"), [[-1, 0], [-2, -3]])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [1],
+        {"data": [5, 5]},
+        {"data": [5, 5], "shape": [1, 2]},
+        {"data": [-1, -1], "shape": [2, 1]},
+        {"data": [5, 8], "shape": [2, 1]},
+        {"data": [5, -2], "shape": [2, 1]},
+        {"data": [5, "x"], "shape": [2, 1]},
+        {"data": [5, 1 << 70], "shape": [2, 1]},
+        {"data": [5], "shape": [2, 1], "sparse_crow_indices": [0, 1], "sparse_col_indices": [0]},
+    ],
+)
+def test_tokens_that_cannot_be_scored_are_refused(given: Any) -> None:
+    body = {"prompt": {"chunks": [{"tokens": [3, 4, 5]}]}, "target_prompt_logprobs": given}
+    with pytest.raises(UserError, match="target_prompt_logprobs"):
+        read_sample(body, Limits(vocab_size=8, context=16))
