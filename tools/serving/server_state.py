@@ -69,7 +69,7 @@ class TrainedModel:
     is_torn: bool = False
 
     def describe(self) -> dict[str, Any]:
-        """Return what the list of checkpoints keeps of the model."""
+        """Return the model's fields in the list of checkpoints."""
         return {"metadata": self.metadata, "lora": self.lora and self.lora._asdict()}
 
 
