@@ -137,6 +137,7 @@ def build_app(state: ServerState, owners: Mapping[str, str] | None, host: str) -
     _add_sessions(app, state)
     _add_work(app, state)
     _add_lists(app, state)
+    _add_files(app, state)
     return _Gate(app, owners, host)
 
 
@@ -315,6 +316,24 @@ def _add_lists(app: FastAPI, state: ServerState) -> None:
         lora = index.lora_of(index.find(owner, body.get("tinker_path")))
         return {"base_model": served.name, "is_lora": lora is not None, **(lora.describe() if lora else {})}
 
+    _add_json(app, "weights_info", describe_weights)
+    run, one = "training_runs/{run}", "training_runs/{run}/checkpoints/{kind}/{name}"
+    for path, method, act in (
+        ("training_runs", "GET", list_runs),
+        (run, "GET", get_run),
+        (f"{run}/checkpoints", "GET", list_of_run),
+        ("checkpoints", "GET", list_all),
+        (one, "DELETE", remove),
+        (f"{one}/ttl", "PUT", limit),
+        ("samplers/{name}", "GET", get_sampler),
+        ("sessions", "GET", list_sessions),
+    ):
+        app.add_api_route(_PREFIX + path, act, methods=[method])
+
+
+def _add_files(app: FastAPI, state: ServerState) -> None:
+    index, files = state.checkpoints, "training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls"
+
     async def sign_files(request: Request, run: str, kind: str, name: str) -> Any:
         path, expires = f"{run}/{kind}/{name}", int(time.time()) + _URL_SECONDS
         entry = index.find(request.state.owner, SCHEME + path)
@@ -335,18 +354,5 @@ def _add_lists(app: FastAPI, state: ServerState) -> None:
                 return FileResponse(found)
         return JSONResponse({"detail": "the address is not valid, or no longer: ask for new ones"}, 403)
 
-    _add_json(app, "weights_info", describe_weights)
-    run, one = "training_runs/{run}", "training_runs/{run}/checkpoints/{kind}/{name}"
-    for path, method, act in (
-        ("training_runs", "GET", list_runs),
-        (run, "GET", get_run),
-        (f"{run}/checkpoints", "GET", list_of_run),
-        ("checkpoints", "GET", list_all),
-        (one, "DELETE", remove),
-        (f"{one}/ttl", "PUT", limit),
-        (f"{one}/external_weights_urls", "GET", sign_files),
-        (_FILES.removeprefix(_PREFIX) + "{run}/{kind}/{name}/{file:path}", "GET", send_file),
-        ("samplers/{name}", "GET", get_sampler),
-        ("sessions", "GET", list_sessions),
-    ):
-        app.add_api_route(_PREFIX + path, act, methods=[method])
+    app.add_api_route(_PREFIX + files, sign_files, methods=["GET"])
+    app.add_api_route(_FILES + "{run}/{kind}/{name}/{file:path}", send_file, methods=["GET"])

@@ -333,7 +333,7 @@ def check_with_peft(task: Path, directory: Path, expected: list[np.ndarray]) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["slots", "slots-tp", "slots-dp", "exchange"])
 def test_vllm_samples_from_versions_together(task: Path, tmp_path: Path, engine: str) -> None:
-    """Base, two snapshots of two models, a checkpoint and current weights, asked for at once and in turns.
+    """Base, two snapshots of two models, a checkpoint and current weights, sampled together and in turns.
 
     Each sample has the log-probs that its model had, also after it was trained on. vLLM has room for two of them.
     """
@@ -363,7 +363,7 @@ def test_vllm_samples_from_versions_together(task: Path, tmp_path: Path, engine:
         clients[1].train(SUMS)
         assert len({tuple(one[1].tolist()) for one in scored}) == 4
         for turn in range(2):
-            promises = [ask(post, one, turn + 1, params) for one in (*samplers, inflight)]
+            promises = [request_sample(post, one, turn + 1, params) for one in (*samplers, inflight)]
             found = [read_sample(wait_for(post, promise)) for promise in promises]
             for mine, theirs in zip(found, [*scored, scored[2], scored[3]], strict=True):
                 assert mine[0].tolist() == theirs[0].tolist()
@@ -373,7 +373,7 @@ def test_vllm_samples_from_versions_together(task: Path, tmp_path: Path, engine:
         assert abs(after[1] - scored[3][1]).max() > 1e-3
 
 
-def ask(post: Post, session: str, number: int, more: dict[str, Any]) -> Any:
+def request_sample(post: Post, session: str, number: int, more: dict[str, Any]) -> Any:
     prompt = {"chunks": [{"tokens": [3, 4, 5], "type": "encoded_text"}]}
     return post(
         "asample", {"sampling_session_id": session, "seq_id": number, "prompt": prompt, "num_samples": 1} | more
@@ -389,7 +389,7 @@ def score(
     client: Client, post: Post, session: str, more: dict[str, Any], number: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sample, and compare the log-probs with the model's of the same moment."""
-    tokens, logprobs = read_sample(wait_for(post, ask(post, session, number, more)))
+    tokens, logprobs = read_sample(wait_for(post, request_sample(post, session, number, more)))
     own = client.logprobs([[3, 4, 5, *tokens.tolist()]])[0][2:]
     np.testing.assert_allclose(logprobs, own, atol=2e-5)
     return tokens, logprobs
