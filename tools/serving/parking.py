@@ -166,7 +166,8 @@ def read_export(policy: Policy, directory: str) -> None:
     if not Path(directory).is_dir():
         raise refuse(f"{directory} does not exist", "path", "a checkpoint's directory", "it was deleted: save again")
     if model.adapters is None:
-        load_weights(Path(directory), model.shape, model.placements(model.rank), model.params)
+        params: Any = model.params  # plain tensors: NF4 weights are not trained
+        load_weights(Path(directory), model.shape, model.placements(model.rank), params)
     else:
         with safe_open(Path(directory) / WEIGHTS_FILE, framework="pt") as file:
             held = {*file.keys()}
