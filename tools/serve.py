@@ -8,6 +8,7 @@ the clients' requests. Besides the recipe's settings:
     serve.host=127.0.0.1   address; any but this machine's own needs serve.token_file
     serve.token_file=FILE  a key per line and its owner's name, mode 600
     serve.name=NAME        name of the model for clients (default: the last part of model.path)
+    serve.train_unembed=ignore   accept the client's train_unembed=True, though the unembedding gets no adapter
 """
 
 from __future__ import annotations

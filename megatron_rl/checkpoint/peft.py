@@ -26,7 +26,7 @@ from megatron_rl.weights.config_checks import COUNT, FLAG, POSITIVE, check_kinds
 from megatron_rl.weights.shard_box import ShardBox, box_slices
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _SCALE = {"r": COUNT, "lora_alpha": POSITIVE}
 # PEFT settings that are compared with the run's, follow from the tensors, or have no effect after loading.
 _FREE = (
@@ -71,7 +71,7 @@ def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> N
             hint=f"set lora.rank={rank}, lora.alpha={alpha} and lora.rslora={str(is_rslora).lower()}",
         )
     headers = read_headers(dict.fromkeys(read_names(weights), weights))
-    found = {name.removeprefix(_PREFIX): size for name, (size, _) in headers.items()}
+    found = {name.removeprefix(PREFIX): size for name, (size, _) in headers.items()}
     wanted = shape.logical_tensors()
     wrong = [f"{name} is missing" for name in wanted if name not in found]
     wrong += [f"{name} is in no adapter of the run" for name in found if name not in wanted]
@@ -126,7 +126,7 @@ def load_adapters(directory: str | Path, placements: Iterable[ShardBox], params:
     """Fill this rank's adapter parameters in place from adapters that passed `check_adapters`."""
     with safe_open(Path(directory) / WEIGHTS_FILE, framework="pt") as handle:
         for p in placements:
-            piece = handle.get_slice(_PREFIX + p.hf_name)[box_slices(p.hf_box)]
+            piece = handle.get_slice(PREFIX + p.hf_name)[box_slices(p.hf_box)]
             params[p.param][box_slices(p.local_box)].copy_(piece)
 
 
@@ -137,6 +137,7 @@ def save_adapters(
 
     Args:
         directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
+        config: if its rank is below that of `shape`, the rest of the adapters is zero and is left out.
 
     Raises:
         Exception: rank 0 could not write; raised on every rank. An existing directory stays.
@@ -144,6 +145,8 @@ def save_adapters(
     partial = directory.with_name(directory.name + ".partial")
     do_on_first(model.group, make_empty, partial)
     tensors = gather_on_first(shape.logical_tensors(), model)
+    cuts = {"lora_A": (slice(config.rank),), "lora_B": (slice(None), slice(config.rank))}
+    tensors = {name: tensor[cuts.get(name.split(".")[-2], ())] for name, tensor in tensors.items()}
     do_on_first(model.group, _write, partial, directory, tensors, describe_adapters(shape, config, base), Path(base))
 
 
@@ -169,7 +172,7 @@ def describe_adapters(shape: AdapterShape, config: LoraConfig, base: str | Path)
 def _write(
     partial: Path, directory: Path, tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any], base: Path
 ) -> None:
-    named = {_PREFIX + name: tensor.cpu() for name, tensor in tensors.items()}
+    named = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     save_file(named, partial / WEIGHTS_FILE, metadata={"format": "pt"})
     files = list_side_files(base)
     files.pop("config.json", None)  # next to adapters it would mark a whole model

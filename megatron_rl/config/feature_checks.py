@@ -41,9 +41,7 @@ _REASONS = {
     "set rollout.kv_cache_gib": "kv_cache_memory_bytes num_gpu_blocks_override",
     "set rollout.enforce_eager": "enforce_eager",
     "set rollout.async_scheduling": "async_scheduling",
-    "set actor.lora.rank and hybrid.lora": (
-        "enable_lora max_loras max_lora_rank max_cpu_loras lora_dtype fully_sharded_loras"
-    ),
+    "set actor.lora.rank and hybrid.lora": ("enable_lora max_lora_rank max_cpu_loras lora_dtype fully_sharded_loras"),
     "set rollout.quantization": "quantization quantization_config",
     "set actor.lora.target_modules": "lora_target_modules",
     "the ranks of the job are the engines: rollout.tensor_model_parallel_size and placement.rollout decide": (

@@ -34,6 +34,7 @@ class TokenRequest:
         top_logprobs: number of likeliest tokens to return per sampled token, under the distribution sampled from.
         prompt_logprobs: `None` for none, or the number of likeliest tokens to return beside each prompt token, at
             temperature 1.
+        version: name under which the engine keeps adapters (`AdapterSlots`); `None` means the policy's.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -46,11 +47,12 @@ class TokenRequest:
     stop_token_ids: Sequence[int] | None = None
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
+    version: str | None = None
 
     @property
     def has_extras(self) -> bool:
         """Whether the engine needs ability "scores"."""
-        return bool(self.stop) or self.top_logprobs > 0 or self.prompt_logprobs is not None
+        return bool(self.stop) or self.top_logprobs > 0 or (self.prompt_logprobs, self.version) != (None, None)
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Extras:
     stop: StopStrings | None
     top: int
     prompt_top: int | None
+    version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def build_requests(
         extras = None
         if one.has_extras:
             stop = StopStrings(one.stop, tokenizer.decode) if one.stop else None
-            extras = Extras(stop, one.top_logprobs, one.prompt_logprobs)
+            extras = Extras(stop, one.top_logprobs, one.prompt_logprobs, one.version)
         tokens = np.asarray(one.tokens, np.int32)
         requests.append(Request(index, tokens, one.seed, SamplingConfig(*limits), extras=extras))
     return requests
@@ -169,6 +172,8 @@ def _list_checks(one: Any, config: RunConfig, vocab_size: int) -> Iterator[tuple
     yield not is_valid, f"log-probs of {max(counts)} tokens", expected
     found = f"stop strings or further log-probs, and rollout.engine {rollout.engine}"
     yield one.has_extras and not rollout.supports("scores"), found, "vllm or hf"
+    is_able = config.hybrid.lora == "adapter" and rollout.supports("vllm_modes")
+    yield one.version is not None and not is_able, f"version {one.version!r}", "vllm with hybrid.lora adapter"
     is_cut = one.temperature > 0 and (one.top_p < 1 or one.top_k > 0)
     is_recorded = rollout.is_ever_truncated or rollout.model_runner == "v1" or not torch.cuda.is_available()
     is_able = rollout.supports("truncation") and (is_recorded or not rollout.supports("vllm_modes"))

@@ -37,7 +37,7 @@ class LinearAdapter:
     """LoRA settings of one linear on a TP rank; `parts`: rows [start, stop) of its weight that each adapter changes."""
 
     rank: int
-    scale: float
+    scale: torch.Tensor
     parts: tuple[tuple[int, int], ...]
 
     @property
@@ -137,7 +137,7 @@ def find_adapter(shape: AdapterShape, parts: dict[str, int]) -> LinearAdapter | 
         if kind in shape.kinds:
             served.append((ends, ends + rows))
         ends += rows
-    return LinearAdapter(shape.rank, shape.scale, tuple(served)) if served else None
+    return LinearAdapter(shape.rank, shape.live_scale, tuple(served)) if served else None
 
 
 def freeze_model(stages: torch.nn.Module) -> None:

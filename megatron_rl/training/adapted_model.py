@@ -40,7 +40,7 @@ class Adapters:
     def scale(self) -> SourceParams:
         """Return the parameters, B multiplied by the LoRA scale."""
         return {
-            name: ScaledParam(param, self.shape.scale) if name.endswith("lora_B") else param
+            name: ScaledParam(param, self.shape.live_scale) if name.endswith("lora_B") else param
             for name, param in self.params.items()
         }
 
@@ -57,7 +57,7 @@ class Adapters:
                 squares[".experts." in param] += ((a @ a.T) * (b.T @ b)).sum()
         for is_expert, group in ((0, self.groups.collection.mp), (1, self.groups.collection.tp_ep_pp)):
             torch.distributed.all_reduce(squares[is_expert], group=group)
-        return self.shape.scale * (squares[0].double() + squares[1].double()).clamp(min=0.0).sqrt()
+        return self.shape.live_scale * (squares[0].double() + squares[1].double()).clamp(min=0.0).sqrt()
 
 
 def list_params(stages: torch.nn.Module) -> dict[str, torch.Tensor | QuantizedMatrix]:
@@ -83,10 +83,14 @@ def fill_adapted(model: Any, params: SourceParams, spec: RoleSpec, seed: int) ->
     sizes = adapters.shape.logical_tensors()
     for p in placements:
         if p.hf_name.endswith("lora_A.weight"):
-            size = sizes[p.hf_name]
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {p.hf_name}".encode()))
-            values = (2 * torch.rand(size, generator=generator) - 1) / math.sqrt(size[1])
+            values = draw_initial(seed, p.hf_name, sizes[p.hf_name])
             adapters.params[p.param][box_slices(p.local_box)].copy_(values[box_slices(p.hf_box)])
+
+
+def draw_initial(seed: int, name: str, size: tuple[int, ...]) -> torch.Tensor:
+    """Return the first values of an adapter's matrix A [r, in], by its name."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    return (2 * torch.rand(size, generator=generator) - 1) / math.sqrt(size[1])
 
 
 def _load(
@@ -112,7 +116,7 @@ def _load(
             matrix.store(read[name])
 
 
-def merge_adapters(stages: torch.nn.Module, scale: float) -> dict[str, MergedParam]:
+def merge_adapters(stages: torch.nn.Module, scale: torch.Tensor) -> dict[str, MergedParam]:
     """Return the weights that have adapters, by parameter name; each is merged when it is read."""
     return {param: MergedParam(weight, scale, parts) for param, (weight, parts) in _list_adapted(stages).items()}
 

@@ -206,7 +206,7 @@ class PackedModel(LaidOutModel):
             return self.params
         from megatron_rl.training.adapted_model import merge_adapters
 
-        return {**self.params, **merge_adapters(self.stages, self.adapters.scale)}
+        return {**self.params, **merge_adapters(self.stages, self.adapters.live_scale)}
 
     def scale_adapters(self) -> SourceParams:
         """Return this rank's adapters, B multiplied by the LoRA scale."""

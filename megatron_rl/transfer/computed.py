@@ -24,7 +24,7 @@ _BLOCK_ROWS = 256
 @dataclass(frozen=True)
 class _Computed:
     weight: torch.Tensor | QuantizedMatrix
-    scale: float
+    scale: torch.Tensor
 
     @property
     def dtype(self) -> torch.dtype:

@@ -48,10 +48,10 @@ class HybridEngine:
 
     Args:
         actor: with the trained `model`, a `training.setup.LaidOutModel`, and its `policy_version`.
-        engine: this rank's share of the engine.
         end_update: replaces the engine's `end_weight_update`, if given.
 
     Attributes:
+        engine: this rank's share of the engine.
         policy_version: of the engine's weights; -1 before the first reshard.
         reshard_stats: bytes of one reshard, summed over ranks.
         verified_tensors: number that the last reshard compared.
@@ -69,7 +69,7 @@ class HybridEngine:
         timers: PhaseTimers,
         end_update: Callable[[], None] | None = None,
     ) -> None:
-        self._actor, self._engine, self.shape = actor, engine, actor.model.shape
+        self._actor, self.engine, self.shape = actor, engine, actor.model.shape
         self._group, self._end_update = (group := world()), end_update or engine.end_weight_update
         self._timers, self._verify = timers, config.verify
         model, shared = actor.model, gather_names(engine.shared_params, group)
@@ -109,7 +109,7 @@ class HybridEngine:
 
     def _list_tensor_sets(self, config: HybridConfig, shared: Sequence[frozenset[str]]) -> list[TensorSet]:
         """List the tensor sets: unmodified parameters, then merged matrices or separate adapters."""
-        model, engine, shape = self._actor.model, self._engine, self._actor.model.adapters
+        model, engine, shape = self._actor.model, self.engine, self._actor.model.adapters
         # An engine that shares a matrix with adapters runs the actor's own modules, which apply the adapters.
         merged = model.merged_params.difference(*shared)
         quantized = model.quantized_params
@@ -135,10 +135,10 @@ class HybridEngine:
 
     def _ask_engine(self, engines: EngineRanks) -> tuple[torch.dtype, frozenset[str], CodeFormat | None]:
         """Return an engine's dtype, the HF names of float32 exceptions, and its 8-bit code format; collective."""
-        code_format = self._engine.code_format if isinstance(self._engine, CodedEngine) else None
-        params, mine, rank = self._engine.params, None, self._group.rank()
+        code_format = self.engine.code_format if isinstance(self.engine, CodedEngine) else None
+        params, mine, rank = self.engine.params, None, self._group.rank()
         if dtype := next((param.dtype for param in params.values()), None):
-            table = self._engine.placements(rank) if dtype != torch.float32 else ()
+            table = self.engine.placements(rank) if dtype != torch.float32 else ()
             wide = frozenset(p.hf_name for p in table if params[p.param].dtype == torch.float32)
             mine = dtype, wide, code_format
         found = mine if engines.num_ranks == self._group.size() else share_object(mine, self._group, engines.of[0][0])
@@ -157,7 +157,7 @@ class HybridEngine:
             CertificateError: the engine does not hold the actor's weights.
         """
         with self._timers.phase("reshard"):
-            self._engine.begin_weight_update()
+            self.engine.begin_weight_update()
             # Weights that training does not change move again only if the engine lost them.
             for transfer in self._transfers[self._transferred_once if self._has_model else 0 :]:
                 transfer.run()
@@ -188,7 +188,7 @@ class HybridEngine:
             yield self
         finally:
             if not self.is_apart:
-                self._engine.sleep()
+                self.engine.sleep()
 
     def state_dict(self) -> dict[str, int]:
         """Return the position of the rotating certificate sample, for resuming."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.sections import ALL_LINEAR, LoraConfig
 from megatron_rl.types import UserError
@@ -20,6 +20,9 @@ from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, TableR
 from megatron_rl.weights.rope import restore_rope_scaling
 from megatron_rl.weights.shard_box import columns, full_box, rows
 from megatron_rl.weights.special_parts import DeltaNetSizes, LatentSizes, SigmoidRouter
+
+if TYPE_CHECKING:
+    import torch
 
 # PEFT name -> kind.
 _ATTENTION = {"q_proj": "q.weight", "k_proj": "k.weight", "v_proj": "v.weight", "o_proj": "o"}
@@ -42,6 +45,13 @@ class AdapterShape:
     scale: float
     kinds: tuple[str, ...]
     is_quantized: bool = False
+
+    @cached_property
+    def live_scale(self) -> torch.Tensor:
+        """The scale that the model computes with, 0-d: a server of several models sets that of the one in turn."""
+        import torch
+
+        return torch.tensor(self.scale, dtype=torch.float64)
 
     @property
     def modules(self) -> list[str]:

@@ -64,7 +64,7 @@ def _train(actor: Any) -> None:
 def _take_turns(rank: int, world_size: int, path: Path, alias_weights: bool) -> dict[str, Any]:
     """Three rollouts with steps between them."""
     actor, hybrid, llm = _build(path, alias_weights)
-    addresses = {name: param.data_ptr() for name, param in hybrid._engine.params.items()}
+    addresses = {name: param.data_ptr() for name, param in hybrid.engine.params.items()}
     awake, asleep, verified = [], [], []
     for _ in range(3):
         with hybrid.rollout_mode():
@@ -73,9 +73,9 @@ def _take_turns(rank: int, world_size: int, path: Path, alias_weights: bool) -> 
         verified.append(hybrid.verified_tensors)
         asleep.append(llm.held_bytes)
         _train(actor)
-    assert {name: param.data_ptr() for name, param in hybrid._engine.params.items()} == addresses
-    shared = hybrid._engine.shared_params
-    own = sum(x.nbytes for name, x in hybrid._engine.params.items() if name not in shared)
+    assert {name: param.data_ptr() for name, param in hybrid.engine.params.items()} == addresses
+    shared = hybrid.engine.shared_params
+    own = sum(x.nbytes for name, x in hybrid.engine.params.items() if name not in shared)
     return dict(calls=llm.calls, awake=awake, asleep=asleep, verified=verified, own=own, shared=len(shared))
 
 
@@ -84,7 +84,7 @@ def _forget_to_rewrite(rank: int, world_size: int, path: Path) -> str:
     actor, hybrid, _ = _build(path, alias_weights=False)
     with hybrid.rollout_mode():
         pass
-    resharder, forgotten = hybrid._transfers[0].resharder, hybrid._engine.params["lm_head.weight"].data_ptr()
+    resharder, forgotten = hybrid._transfers[0].resharder, hybrid.engine.params["lm_head.weight"].data_ptr()
     copies = zip(resharder._targets, resharder._origins, strict=True)
     kept = [(target, origin) for target, origin in copies if target.data_ptr() != forgotten]
     vars(resharder).update(_targets=[target for target, _ in kept], _origins=[origin for _, origin in kept])
@@ -96,7 +96,7 @@ def _forget_to_wake(rank: int, world_size: int, path: Path) -> str:
     _, hybrid, _ = _build(path, alias_weights=False)
     with hybrid.rollout_mode():
         pass
-    vars(hybrid._engine).update(begin_weight_update=lambda: None)
+    vars(hybrid.engine).update(begin_weight_update=lambda: None)
     return _name_failure(hybrid, Unmapped)
 
 
@@ -104,7 +104,7 @@ def _close(rank: int, world_size: int, path: Path) -> list[str]:
     """The engine is closed in a rollout, as after an error."""
     _, hybrid, llm = _build(path, alias_weights=True)
     with hybrid.rollout_mode():
-        hybrid._engine.close()
+        hybrid.engine.close()
     return llm.calls
 
 

@@ -107,7 +107,7 @@ def work(rank: int, world_size: int, path: Path, sizes: dict[str, int], rollout:
     inputs = RoleInputs(resolve(config).roles["actor"], load_model_shape(path), layout)
     actor = build_role(config, inputs, build_groups(layout), total_optimizer_steps=1)
     hybrid, generator = build_rollout(config, actor, process, PhaseTimers(), RolloutProgress())
-    engine, requests = hybrid._engine, generator._engine.requests
+    engine, requests = hybrid.engine, generator._engine.requests
     tensors = load_tensors(path, 1.0, getattr(torch, dtype))
     result: dict[str, Any] = {"stats": asdict(hybrid.reshard_stats)}
     hybrid.reshard()

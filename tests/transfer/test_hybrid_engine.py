@@ -109,7 +109,7 @@ def reference_tokens(directory: Path) -> list[list[int]]:
 
 def count_equal_elements(path: Path, hybrid: HybridEngine) -> tuple[int, int]:
     """Elements of this rank's engine that are bitwise the checkpoint's, and elements that are placed."""
-    engine, equal, placed = hybrid._engine, 0, 0
+    engine, equal, placed = hybrid.engine, 0, 0
     full = {name: torch.zeros(size) for name, size in load_model_shape(path).logical_tensors().items()}
     load_huggingface(path, huggingface_placements(load_model_shape(path)), full)
     for p in engine.placements(dist.get_rank()):

@@ -9,14 +9,17 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.types import UserError
+from tools.serving.request_checks import Lora
+from tools.serving.wire import refuse
 
 SCHEME = "tinker://"
-_TYPES = {"weights": "training", "sampler_weights": "sampler"}
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _SHOWN = (
     "checkpoint_id",
     "checkpoint_type",
@@ -75,27 +78,43 @@ class CheckpointIndex:
         """Add a checkpoint that was written.
 
         Args:
-            run: the model's `user_metadata`.
+            run: `TrainedModel.describe`.
             request: with the checkpoint's own `user_metadata` and `ttl_seconds`.
         """
         run_id, kind, name = path.removeprefix(SCHEME).split("/")
-        files = [file for file in self.directory_of(path).rglob("*") if file.is_file()]
+        files = self.list_files(path)
         with self._lock:
             self.entries[path] = {
                 "checkpoint_id": f"{kind}/{name}",
                 "checkpoint_type": _TYPES[kind],
                 "time": utc(time.time()),
                 "tinker_path": path,
-                "size_bytes": sum(file.stat().st_size for file in files),
+                "size_bytes": sum(file.stat().st_size for file in files.values()),
                 "user_metadata": request.get("user_metadata"),
                 "public": False,
                 "owner": owner,
                 "run": run_id,
-                "run_metadata": dict(run),
+                "run_metadata": dict(run["metadata"]),
+                "lora": run["lora"],
                 "base_model": base_model,
                 **_expiry(request.get("ttl_seconds")),
             }
             self._write()
+
+    def list_files(self, path: str) -> dict[str, Path]:
+        """Return the files of a checkpoint by their names inside its directory."""
+        directory = self.directory_of(path)
+        return {str(file.relative_to(directory)): file for file in directory.rglob("*") if file.is_file()}
+
+    def lora_of_run(self, owner: str, run: str) -> Lora | None:
+        """Return the adapters in the last of a run's checkpoints."""
+        entries = [one for one in [*self.entries.values()] if (one["owner"], one["run"]) == (owner, run)]
+        return self.lora_of(entries[-1]) if entries else None
+
+    def lora_of(self, entry: Mapping[str, Any]) -> Lora | None:
+        """Return the adapters in a checkpoint."""
+        lora = entry.get("lora")
+        return lora and Lora(lora["rank"], lora["seed"], tuple(lora["modules"]))
 
     def limit(self, owner: str, path: str, ttl_seconds: float | None) -> None:
         """Set the time after which a checkpoint is deleted; `None` keeps it."""
@@ -136,6 +155,38 @@ class CheckpointIndex:
         partial = self._file.with_suffix(".partial")
         partial.write_text(json.dumps(self.entries, indent=1))
         os.replace(partial, self._file)
+
+
+def find_encryption(request: Mapping[str, Any]) -> Callable[[Path], None]:
+    """Return a function that encrypts the files of a directory for the request's age recipients, if it has some.
+
+    Raises:
+        UserError: the package pyrage is missing, or cannot read a recipient.
+    """
+    given = request.get("age_encryption_recipients")
+    if not given:
+        return lambda directory: None
+    hint = (
+        "pip install pyrage for the server, or save without recipients and download tinker://RUN/external_weights/NAME"
+    )
+    try:
+        age: Any = import_module("pyrage")
+    except ModuleNotFoundError:
+        raise refuse(
+            "files to encrypt, without the package pyrage", "age_encryption_recipients", "none", hint
+        ) from None
+    try:
+        kinds = (age.ssh if str(one).startswith("ssh-") else age.x25519 for one in given)
+        recipients = [kind.Recipient.from_str(str(one)) for kind, one in zip(kinds, given, strict=True)]
+    except (age.RecipientError, TypeError) as error:
+        raise refuse(f"a recipient that is none: {error}", "age_encryption_recipients", "age1... or ssh-...") from None
+
+    def encrypt(directory: Path) -> None:
+        for file in [file for file in directory.rglob("*") if file.is_file()]:
+            file.with_name(file.name + ".age").write_bytes(age.encrypt(file.read_bytes(), recipients))
+            file.unlink()
+
+    return encrypt
 
 
 def _is_over(entry: Mapping[str, Any]) -> bool:

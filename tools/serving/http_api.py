@@ -12,12 +12,15 @@ import hmac
 import ipaddress
 import json
 import re
+import secrets
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 
 from megatron_rl.types import UserError
 from tools.serving.checkpoint_index import SCHEME, UnknownError, unknown, utc
@@ -30,6 +33,9 @@ LONG_POLL_SECONDS = 30.0  # the client gives up after 45
 MOST_BYTES = 64 << 20  # of a body; the client splits data at 5 MB, but a single datum may be larger
 _PREFIX = "/api/v1/"
 _KEY = re.compile(r"tml-[\x21-\x7e]{1,200}")
+_FILES = f"{_PREFIX}files/"  # by signed addresses, without a key
+_URL_SECONDS = 3600
+_SECRET = secrets.token_bytes(32)
 _CONFIG = {"pjwt_auth_enabled": False, "sample_use_retrieve_futures": False, "proto_compress_fwdbwd": False}
 
 
@@ -95,7 +101,7 @@ class _Gate:
         refusal = None
         if not is_own_host(headers.get("host", ""), self._host):
             refusal = 403, "the Host header is another server's"
-        elif owner is None:
+        elif owner is None and not scope["path"].startswith(_FILES):
             refusal = 401, "X-API-Key is missing or unknown: set TINKER_API_KEY to a key of serve.token_file"
         elif not headers.get("content-length", "0").isdigit() or int(headers.get("content-length", "0")) > MOST_BYTES:
             refusal = 413, f"a body of more than {MOST_BYTES} bytes: send fewer data in a request"
@@ -131,6 +137,7 @@ def build_app(state: ServerState, owners: Mapping[str, str] | None, host: str) -
     _add_sessions(app, state)
     _add_work(app, state)
     _add_lists(app, state)
+    _add_files(app, state)
     return _Gate(app, owners, host)
 
 
@@ -139,6 +146,10 @@ def _answer(status: int) -> Callable[[Request, Exception], Response]:
         return JSONResponse({"detail": str(error)}, status)
 
     return answer
+
+
+def _sign(path: str, expires: int) -> str:
+    return hmac.new(_SECRET, f"{path} {expires}".encode(), "sha256").hexdigest()
 
 
 async def _read(request: Request) -> dict[str, Any]:
@@ -195,6 +206,7 @@ def _add_work(app: FastAPI, state: ServerState) -> None:
         "get_info": state.describe_model,
         "optim_step": state.optim_step,
         "save_weights": state.save_weights,
+        "save_weights_external": state.save_weights_external,
         "save_weights_for_sampler": state.save_weights_for_sampler,
         "load_weights": state.load_weights,
         "create_sampling_session": state.open_sampler,
@@ -240,8 +252,9 @@ def describe_run(state: ServerState, owner: str, run: str) -> dict[str, Any]:
     """Return the content of a training run: a model, or the checkpoints that a former server has saved."""
     index, served = state.checkpoints, state.served
     runs, model = index.runs(owner), state.models.get(run)
+    lora = index.lora_of_run(owner, run)
     if model is not None and model.owner == owner:
-        runs[run] = model.metadata
+        runs[run], lora = model.metadata, model.lora
     if run not in runs:
         raise unknown("training run", run)
     saved = index.list(owner, run)
@@ -255,7 +268,7 @@ def describe_run(state: ServerState, owner: str, run: str) -> dict[str, Any]:
         "last_sampler_checkpoint": last.get("sampler"),
         "user_metadata": runs[run],
         "is_lora": served.lora is not None,
-        "lora_rank": served.lora,
+        "lora_rank": lora and lora.rank,
     }
 
 
@@ -300,9 +313,8 @@ def _add_lists(app: FastAPI, state: ServerState) -> None:
         return {"sessions": [name for name, one in state.sessions.items() if one["owner"] == owner]}
 
     def describe_weights(owner: str, body: dict[str, Any]) -> dict[str, Any]:
-        index.find(owner, body.get("tinker_path"))
-        shown = {"train_unembed": False, "train_mlp": True, "train_attn": True}
-        return {"base_model": served.name, "is_lora": served.lora is not None, "lora_rank": served.lora, **shown}
+        lora = index.lora_of(index.find(owner, body.get("tinker_path")))
+        return {"base_model": served.name, "is_lora": lora is not None, **(lora.describe() if lora else {})}
 
     _add_json(app, "weights_info", describe_weights)
     run, one = "training_runs/{run}", "training_runs/{run}/checkpoints/{kind}/{name}"
@@ -317,3 +329,30 @@ def _add_lists(app: FastAPI, state: ServerState) -> None:
         ("sessions", "GET", list_sessions),
     ):
         app.add_api_route(_PREFIX + path, act, methods=[method])
+
+
+def _add_files(app: FastAPI, state: ServerState) -> None:
+    index, files = state.checkpoints, "training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls"
+
+    async def sign_files(request: Request, run: str, kind: str, name: str) -> Any:
+        path, expires = f"{run}/{kind}/{name}", int(time.time()) + _URL_SECONDS
+        entry = index.find(request.state.owner, SCHEME + path)
+        if entry["checkpoint_type"] != "external":
+            raise refuse(path, "path", "a checkpoint of save_weights_external", "save the model with it")
+        root, urls = str(request.base_url).rstrip("/"), {}
+        for file in index.list_files(SCHEME + path):
+            address = f"{_FILES}{path}/{file}"
+            urls[file] = f"{root}{quote(address)}?expires={expires}&signature={_sign(address, expires)}"
+        return {"urls": urls, "expires": utc(expires)}
+
+    async def send_file(request: Request, run: str, kind: str, name: str, file: str) -> Response:
+        given, path = request.query_params, f"{_FILES}{run}/{kind}/{name}/{file}"
+        expires = int(given.get("expires", "0")) if given.get("expires", "").isdecimal() else 0
+        if hmac.compare_digest(given.get("signature", "").encode(), _sign(path, expires).encode()):
+            found = index.list_files(f"{SCHEME}{run}/{kind}/{name}").get(file)
+            if expires > time.time() and found is not None:
+                return FileResponse(found)
+        return JSONResponse({"detail": "the address is not valid, or no longer: ask for new ones"}, 403)
+
+    app.add_api_route(_PREFIX + files, sign_files, methods=["GET"])
+    app.add_api_route(_FILES + "{run}/{kind}/{name}/{file:path}", send_file, methods=["GET"])

@@ -1,28 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of a policy's state on the host, so that several models take turns in one policy.
+"""Copies of a policy's state on the host, so that several models take turns in one policy, and adapters of each.
 
 A state is everything that training changes on this rank: trained weights, float32 masters, the optimizer's moments, the
 numbers of steps, and gradients that no step has used. It is exchanged in place, as captured steps hold addresses.
+
+Adapters of a smaller rank, or of fewer matrices, are zero in the rest, where A and B have no gradient and stay zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
+from megatron_rl.checkpoint.peft import PREFIX, WEIGHTS_FILE
+from megatron_rl.checkpoint.pieces import load_weights
 from megatron_rl.models.stages import local_values
 from megatron_rl.run.primitives import Policy
+from megatron_rl.training.adapted_model import draw_initial
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.weights.shard_box import box_slices
+from tools.serving.request_checks import Lora
+from tools.serving.wire import refuse
 
 Weights = list[torch.Tensor]
 
 
 def _list_weights(model: PackedModel) -> Weights:
-    """List the adapters, or all parameters: router biases change without a gradient."""
-    return [local_values(p) for p in model.stages.parameters() if p.requires_grad or model.adapters is None]
+    """List the adapters and their scale, or all parameters: router biases change without a gradient."""
+    weights = [local_values(p) for p in model.stages.parameters() if p.requires_grad or model.adapters is None]
+    return weights if model.adapters is None else [*weights, model.adapters.live_scale]
 
 
 def _list_params(optimizer: Optimizer) -> list[tuple[Any, torch.Tensor]]:
@@ -134,3 +146,42 @@ def _put_moments(optimizer: Optimizer, moments: list[dict[str, torch.Tensor]]) -
                 held[name].copy_(saved[name])
             else:
                 held[name].zero_()  # as before the first step
+
+
+def start_adapters(policy: Policy, lora: Lora) -> None:
+    """Set the adapters to those of a new model; the optimizer's masters follow."""
+
+    def draw(name: str, size: tuple[int, ...]) -> torch.Tensor | None:
+        *_, module, half, _ = name.split(".")
+        is_drawn = half == "lora_A" and module in lora.modules
+        return draw_initial(lora.seed, name, (lora.rank, size[1])) if is_drawn else None
+
+    _fill_adapters(policy.model, draw)
+    policy.role.optimizer.megatron.reload_model_params()
+
+
+def read_export(policy: Policy, directory: str) -> None:
+    """Set the weights, or the adapters, to those of an export; the optimizer's masters follow."""
+    model = policy.model
+    if not Path(directory).is_dir():
+        raise refuse(f"{directory} does not exist", "path", "a checkpoint's directory", "it was deleted: save again")
+    if model.adapters is None:
+        params: Any = model.params  # plain tensors: NF4 weights are not trained
+        load_weights(Path(directory), model.shape, model.placements(model.rank), params)
+    else:
+        with safe_open(Path(directory) / WEIGHTS_FILE, framework="pt") as file:
+            held = {*file.keys()}
+            _fill_adapters(model, lambda name, size: file.get_tensor(PREFIX + name) if PREFIX + name in held else None)
+    policy.role.optimizer.megatron.reload_model_params()
+
+
+@torch.no_grad()
+def _fill_adapters(model: PackedModel, read: Callable[[str, tuple[int, ...]], torch.Tensor | None]) -> None:
+    """Write the tensors that `read(name, size)` returns, which may be smaller, and zeros elsewhere."""
+    adapters: Any = model.trained
+    sizes = adapters.shape.logical_tensors()
+    for p in adapters.placements(model.rank):
+        whole, found = torch.zeros(sizes[p.hf_name]), read(p.hf_name, sizes[p.hf_name])
+        if found is not None:
+            whole[tuple(map(slice, found.shape))] = found
+        adapters.params[p.param][box_slices(p.local_box)].copy_(whole[box_slices(p.hf_box)])

@@ -7,7 +7,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ _ADAM = {  # AdamParams -> its default, and the setting of `optim_step`
 }
 _MOST_SAMPLES, _MOST_TOP = 1024, 20
 _TARGETS = "target_prompt_logprobs"
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,87 @@ class Limits:
 
     vocab_size: int
     context: int
+
+
+class Lora(NamedTuple):
+    """The adapters of a model.
+
+    Attributes:
+        seed: of A's first values.
+        modules: PEFT names of the matrices.
+    """
+
+    rank: int
+    seed: int
+    modules: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return rank and matrices for errors."""
+        return f"adapters of rank {self.rank} for {', '.join(self.modules)}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields of the client's `LoraConfig`."""
+        in_attention = [module in _ATTENTION for module in self.modules]
+        trained = {"train_attn": any(in_attention), "train_mlp": not all(in_attention), "train_unembed": False}
+        return {"lora_rank": self.rank, **trained}
+
+
+class Saved(NamedTuple):
+    """A checkpoint on disk.
+
+    Attributes:
+        rank: of the adapters, if any.
+        is_export: weights in Hugging Face's or PEFT's format, without the optimizer.
+    """
+
+    directory: str
+    rank: int | None
+    is_export: bool
+
+
+@dataclass(frozen=True)
+class AdapterLimits:
+    """The recipe's adapters: models have their rank or a smaller one, and their matrices or some of them.
+
+    Attributes:
+        fixed: why a model has these adapters and no others, if so.
+        ignores_unembed: whether a client's wish to train the unembedding is accepted without effect.
+    """
+
+    most: Lora
+    fixed: str | None = None
+    ignores_unembed: bool = False
+
+
+def read_lora(body: Mapping[str, Any], limits: AdapterLimits | None) -> Lora | None:
+    """Return the adapters of a create_model request; `None` if all weights are trained.
+
+    Raises:
+        UserError: the server has no such adapters.
+    """
+    given = body.get("lora_config")
+    given = given if isinstance(given, Mapping) else {}
+    attention, mlp = (given.get(name) is not False for name in ("train_attn", "train_mlp"))
+    if limits is None:
+        if not (attention and mlp):
+            hint = "leave train_attn and train_mlp out, or start the server with actor.lora.rank"
+            raise refuse("a part of the weights, and this server trains all", "lora_config", "all of them", hint)
+        return None
+    most = limits.most
+    modules = tuple(one for one in most.modules if (attention if one in _ATTENTION else mlp))
+    rank, seed = read_number(given, "rank", most.rank, int), read_number(given, "seed", most.seed, int)
+    if not modules:
+        hint = f"train some of {', '.join(most.modules)}, or start the server with other actor.lora.target_modules"
+        raise refuse("adapters of no matrix", "lora_config", "train_attn or train_mlp", hint)
+    if given.get("train_unembed") and not limits.ignores_unembed:
+        hint = "pass train_unembed=False, or start the server with serve.train_unembed=ignore"
+        raise refuse("train_unembed, and the unembedding has no adapter", "lora_config", "train_unembed=False", hint)
+    if not 1 <= rank <= most.rank:
+        hint = f"start the server with actor.lora.rank={rank}" if rank > 0 else "pass rank=8"
+        raise refuse(f"adapters of rank {rank}", "lora_config", f"rank 1 to {most.rank}", hint)
+    if limits.fixed is not None and (rank, modules) != (most.rank, most.modules):
+        raise refuse(str(Lora(rank, seed, modules)), "lora_config", str(most), limits.fixed)
+    return Lora(rank, seed, modules)
 
 
 def check_tokens(tokens: np.ndarray, where: str, limits: Limits) -> None:
@@ -79,12 +161,16 @@ class SampleJob:
     Attributes:
         num_scored: last tokens of the prompt whose log-probs are returned.
         targets: message of a tensor [p - 1, k], in bytes: tokens to score after each one of the prompt, -1 for none.
+        version: name of the weights.
+        saved: the checkpoint that they are read from, if any.
     """
 
     request: TokenRequest
     num_samples: int
     num_scored: int
     targets: bytes | None = None
+    version: str = ""
+    saved: Saved | None = None
 
     def read_targets(self) -> tuple[Any, np.ndarray]:
         """Return the message of `targets`, and its values."""

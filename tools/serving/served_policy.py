@@ -2,26 +2,45 @@
 """Commands of a server on every rank: rank 0 broadcasts each one, and all ranks call the same primitives.
 
 Several models share one policy: each has its trained weights, optimizer states and unfinished gradients, which are
-exchanged in place when a command is for another model than the last one. Weights of samplers are kept on the host.
+exchanged in place when a command is for another model than the last one. Weights of samplers are kept on the host;
+adapters (`hybrid.lora: adapter`), by the engines, which have several versions in slots and sample from them together.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import derive_seed
 from megatron_rl.parallel.collectives import raise_together, world
 from megatron_rl.run.primitives import Primitives
+from megatron_rl.run.state import actor_export
 from megatron_rl.training.datums import Datum
-from tools.serving.parking import copy_state, copy_weights, put_state, put_weights, reset_optimizer
-from tools.serving.request_checks import SampleJob, write_samples
+from tools.serving.parking import (
+    copy_state,
+    copy_weights,
+    put_state,
+    put_weights,
+    read_export,
+    reset_optimizer,
+    start_adapters,
+)
+from tools.serving.request_checks import Lora, SampleJob, Saved, write_samples
 from tools.serving.server_state import BASE
 from tools.serving.wire import write_outputs
+
+
+def count_versions(config: RunConfig) -> int:
+    """Return how many versions of the weights the engines sample from together; 0 if they have one at a time."""
+    has_slots = config.hybrid.lora == "adapter" and config.rollout.supports("vllm_modes")
+    return config.rollout.engine_options.get("max_loras", 1) - 1 if has_slots else 0
 
 
 class ServedPolicy:
@@ -32,7 +51,7 @@ class ServedPolicy:
     """
 
     def __init__(self, run: Primitives) -> None:
-        self._policy = run.policy
+        self._policy, self._config = run.policy, run.config
         self.model: str | None = None
         self._parked: dict[str, Any] = {}  # models whose state is not in the policy
         self._initial = copy_state(run.policy)
@@ -40,6 +59,9 @@ class ServedPolicy:
         self._held: str | None = None  # the version that the model has until `_sleep`
         self._in_engine: str | None = None  # the version that the engines have, while they are awake
         self._awake = ExitStack()
+        self._num_slots = count_versions(run.config)
+        self._kept: dict[str, str] = {}  # version -> the engines' name of it, if they keep it
+        self._updates = Counter[str]()  # of each model's weights
 
     def run(self, kind: str, payload: Any) -> Any:
         """Run a command and return its result; an error that one rank alone has is raised on all."""
@@ -75,16 +97,44 @@ class ServedPolicy:
         self._awake.close()
         self._in_engine = self._held = None
 
-    def _create(self, model: str, directory: str | None, with_optimizer: bool = False) -> int:
+    def _create(self, model: str, saved: Saved | None, lora: Lora | None = None, with_optimizer: bool = False) -> int:
         self._exchange(model)
-        return self._load(model, directory, with_optimizer) if directory else 0
+        if saved is not None:
+            return self._load(model, saved, with_optimizer)
+        if lora is not None and self._config.actor.lora.path is None:
+            start_adapters(self._policy, lora)
+            self._scale(lora.rank)
+        return 0
 
-    def _load(self, model: str, directory: str, with_optimizer: bool) -> int:
+    def _load(self, model: str, saved: Saved, with_optimizer: bool) -> int:
         self._exchange(model)
-        self._policy.load(directory)
+        self._read(saved)
         if not with_optimizer:
             reset_optimizer(self._policy)
+        self._change(model)
         return self._policy.role.policy_version
+
+    def _read(self, saved: Saved) -> None:
+        if saved.is_export:
+            read_export(self._policy, saved.directory)
+        else:
+            self._policy.load(saved.directory)
+        self._scale(saved.rank)
+
+    def _scale(self, rank: int | None) -> None:
+        """Set the factor of the adapters' product to that of a rank."""
+        if rank is not None and self._policy.model.adapters is not None:
+            scale = replace(self._config.actor.lora, rank=rank).scale
+            self._policy.model.adapters.live_scale.fill_(scale)
+
+    def _change(self, model: str) -> None:
+        self._updates[model] += 1
+        self._forget(model)
+
+    def _forget(self, version: str) -> None:
+        self._versions.pop(version, None)
+        if (name := self._kept.pop(version, None)) and (slots := getattr(self._policy.hybrid.engine, "slots", None)):
+            slots.drop(name)
 
     def _forward_backward(self, model: str, backward: bool = True, **given: Any) -> bytes:
         self._exchange(model)
@@ -95,6 +145,7 @@ class ServedPolicy:
 
     def _optim_step(self, model: str, settings: dict[str, Any]) -> dict[str, float]:
         self._exchange(model)
+        self._change(model)
         return {f"{name}:mean": value for name, value in self._policy.optim_step(**settings).items()}
 
     def _drop_gradients(self, model: str) -> None:
@@ -106,6 +157,15 @@ class ServedPolicy:
         self._policy.save(directory, steps := self._policy.role.policy_version)
         return steps
 
+    def _export(self, model: str, directory: str, rank: int | None) -> None:
+        """Write weights in Hugging Face's format, or adapters of a rank in PEFT's."""
+        self._exchange(model)
+        config, actor = self._config, self._config.actor
+        if rank is not None:
+            config = replace(config, actor=replace(actor, lora=replace(actor.lora, rank=rank)))
+        Path(directory).parent.mkdir(parents=True, exist_ok=True)
+        actor_export(config, self._policy.model)(Path(directory))
+
     def _snapshot(self, model: str, version: str | None) -> None:
         self._exchange(model)
         if version is not None:
@@ -114,50 +174,75 @@ class ServedPolicy:
     def _drop(self, names: Sequence[str]) -> None:
         self._sleep()
         for name in names:
-            self._versions.pop(name, None)
+            self._forget(name)
             self._parked.pop(name, None)
             if name == self.model:
                 self.model = None
                 put_state(self._policy, self._initial)
 
-    def _sample(self, version: str, directory: str | None, jobs: Sequence[SampleJob]) -> list[bytes]:
-        """Sample from a version of the weights, which stays in the engines until the next command of another kind."""
-        scored = iter(self._score_targets(version, directory, jobs))
+    def _sample(self, jobs: Sequence[SampleJob]) -> list[bytes]:
+        """Sample; the versions of the weights stay in the engines until the next command of another kind."""
+        found: dict[int, bytes] = {}
+        scored = self._score_targets(jobs)
+        saved = {job.version: job.saved for job in jobs}
+        versions, at_once = [*saved], max(self._num_slots, 1)
+        for start in range(0, len(versions), at_once):
+            some = versions[start : start + at_once]
+            for version in some:
+                self._offer(version, saved[version])
+            turn = [(index, job) for index, job in enumerate(jobs) if job.version in some]
+            requests = [
+                replace(
+                    job.request, seed=derive_seed(job.request.seed, 0, 0, index), version=self._kept.get(job.version)
+                )
+                for _, job in turn
+                for index in range(job.num_samples)
+            ]
+            results = iter(self._policy.sample_requests(requests))
+            for at, job in turn:
+                found[at] = write_samples(job, [next(results) for _ in range(job.num_samples)], scored.get(at))
+        return [found[index] for index in range(len(jobs))]
+
+    def _offer(self, version: str, saved: Saved | None) -> None:
+        """Make a version of the weights the one that the engines have, or one of those that they keep."""
+        if version in self._kept:
+            if self._in_engine is None:
+                self._wake(None)
+            return
         if self._in_engine != version:
-            self._wake(version, directory)
-        requests = [
-            replace(job.request, seed=derive_seed(job.request.seed, 0, 0, index))
-            for job in jobs
-            for index in range(job.num_samples)
-        ]
-        found = iter(self._policy.sample_requests(requests))
-        return [
-            write_samples(job, [next(found) for _ in range(job.num_samples)], next(scored) if job.targets else None)
-            for job in jobs
-        ]
+            self._wake(version, saved)
+        if self._num_slots:
+            self._kept[version] = name = f"{version}@{self._updates[version]}"
+            if slots := getattr(self._policy.hybrid.engine, "slots", None):  # not on ranks without an engine
+                slots.keep(name)
 
-    def _score_targets(self, version: str, directory: str | None, jobs: Sequence[SampleJob]) -> list[np.ndarray]:
+    def _score_targets(self, jobs: Sequence[SampleJob]) -> dict[int, np.ndarray]:
         """Compute the log-probs of given tokens along prompts with the model, as engines have those of sampled ones."""
-        datums = []
-        for job in jobs:
+        by_version: dict[str, list[int]] = {}
+        for index, job in enumerate(jobs):
             if job.targets:
-                _, targets = job.read_targets()
-                datums.append(Datum(job.request.tokens[:-1], np.maximum(targets, 0)))
-        if not datums:
-            return []
-        self._sleep()
-        self._hold(version, directory)
-        return self._policy.forward_backward_datums(datums, "cross_entropy", backward=False)[0]
-
-    def _wake(self, version: str, directory: str | None) -> None:
-        """Transfer a version of the weights to the engines."""
-        if self._held != version:
+                by_version.setdefault(job.version, []).append(index)
+        scored: dict[int, np.ndarray] = {}
+        for version, indices in by_version.items():
+            asked = [jobs[index] for index in indices]
+            datums = [Datum(job.request.tokens[:-1], np.maximum(job.read_targets()[1], 0)) for job in asked]
             self._sleep()
-            self._hold(version, directory)
-        self._awake.enter_context(self._policy.rollout_mode())
-        self._in_engine = version
+            self._hold(version, asked[0].saved)
+            found = self._policy.forward_backward_datums(datums, "cross_entropy", backward=False)[0]
+            scored |= zip(indices, found, strict=True)
+        return scored
 
-    def _hold(self, version: str, directory: str | None) -> None:
+    def _wake(self, version: str | None, saved: Saved | None = None) -> None:
+        """Transfer a version of the weights to the engines; `None`: those that the model has."""
+        is_other = version is not None and self._held != version
+        if is_other or self._in_engine is not None:
+            self._sleep()
+        if version is not None and is_other:
+            self._hold(version, saved)
+        self._awake.enter_context(self._policy.rollout_mode())
+        self._in_engine = version or ""
+
+    def _hold(self, version: str, saved: Saved | None) -> None:
         """Put a version of the weights into the model until `_sleep`.
 
         It stays there while the engines are awake, as their parameters may be the model's own.
@@ -166,17 +251,18 @@ class ServedPolicy:
             self._exchange(version)
         if version != self.model:
             if version not in self._versions:
-                self._versions[version] = self._read_version(directory)
+                assert saved is not None, "a snapshot is kept until it is dropped"
+                self._versions[version] = self._read_version(saved)
             mine, model = copy_weights(self._policy.model), self._policy.model
             self._awake.callback(put_weights, model, mine)
             put_weights(model, self._versions[version])
         self._held = version
 
-    def _read_version(self, directory: str | None) -> Any:
+    def _read_version(self, saved: Saved) -> Any:
         """Return the weights of a checkpoint, with the policy's state as before."""
         state = copy_state(self._policy)
         try:
-            self._policy.load(str(directory))
+            self._read(saved)
             return copy_weights(self._policy.model)
         finally:
             put_state(self._policy, state)

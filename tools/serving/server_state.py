@@ -12,14 +12,23 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.types import UserError
-from tools.serving.checkpoint_index import SCHEME, CheckpointIndex, unknown
+from tools.serving.checkpoint_index import SCHEME, CheckpointIndex, find_encryption, unknown
 from tools.serving.ordering import SAMPLE, Call, RequestQueue
-from tools.serving.request_checks import Limits, read_adam, read_number, read_sample
+from tools.serving.request_checks import (
+    AdapterLimits,
+    Limits,
+    Lora,
+    Saved,
+    read_adam,
+    read_lora,
+    read_number,
+    read_sample,
+)
 from tools.serving.wire import read_config, read_data, refuse
 
 _SILENT_SECONDS = 24 * 3600.0
@@ -33,14 +42,16 @@ class Served:
     Attributes:
         name: the public name that clients use.
         tokenizer: directory or name for the client's `get_info`.
-        lora: rank of the adapters; `None` if all weights are trained.
+        lora: the adapters; `None` if all weights are trained.
+        mixes_versions: samples of several versions of the weights run together.
     """
 
     name: str
     tokenizer: str
     architecture: str
-    lora: int | None
+    lora: AdapterLimits | None
     limits: Limits
+    mixes_versions: bool = False
 
 
 @dataclass
@@ -56,11 +67,16 @@ class TrainedModel:
     owner: str
     session: str
     metadata: dict[str, Any]
+    lora: Lora | None
     touched: float = field(default_factory=time.time)
     steps: int = 0
     is_created: bool = False
     is_torn: bool = False
     is_broken: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        """Return the model's fields in the list of checkpoints."""
+        return {"metadata": self.metadata, "lora": self.lora and self.lora._asdict()}
 
 
 @dataclass
@@ -69,12 +85,14 @@ class Sampler:
 
     Attributes:
         version: name of the weights: `BASE`, a snapshot, a checkpoint's path, or a model's id for its current weights.
+        saved: the checkpoint.
     """
 
     owner: str
     session: str
     version: str
     model_path: str | None = None
+    saved: Saved | None = None
 
 
 class ServerState:
@@ -142,18 +160,16 @@ class ServerState:
         """Create a model with the base model's weights."""
         self._check_base(body.get("base_model"))
         _check_optimizer(body)
-        lora = body.get("lora_config") or {}
-        if self.served.lora is not None and lora.get("rank") not in (None, self.served.lora):
-            hint = f"pass rank={self.served.lora}, or start the server with actor.lora.rank={lora['rank']}"
-            raise refuse(f"adapters of rank {lora['rank']}", "lora_config", f"rank {self.served.lora}", hint)
-        model = self._open_model(owner, body)
-        payload = {"model": model.model_id, "directory": None}
+        lora = read_lora(body, self.served.lora)
+        model = self._open_model(owner, body, lora)
+        payload = {"model": model.model_id, "saved": None, "lora": lora}
         return self._begin(model, payload, lambda: {"model_id": model.model_id, "type": "create_model"})
 
-    def _open_model(self, owner: str, body: Mapping[str, Any]) -> TrainedModel:
+    def _open_model(self, owner: str, body: Mapping[str, Any], lora: Lora | None) -> TrainedModel:
         session, number = self.touch_session(owner, body), read_number(body, "model_seq_id", 0, int)
         name = f"{session}:train:{number}"  # the client derives the same
-        return self.models.setdefault(name, TrainedModel(name, owner, session, dict(body.get("user_metadata") or {})))
+        metadata = dict(body.get("user_metadata") or {})
+        return self.models.setdefault(name, TrainedModel(name, owner, session, metadata, lora))
 
     def _begin(
         self, model: TrainedModel, payload: dict[str, Any], content: Callable[[], dict[str, Any]]
@@ -176,7 +192,7 @@ class ServerState:
         """Return the content of get_info."""
         model, served = self.find_model(owner, body.get("model_id")), self.served
         data = {"arch": served.architecture, "model_name": served.name, "tokenizer_id": served.tokenizer}
-        lora = {"is_lora": served.lora is not None, "lora_rank": served.lora}
+        lora = {"is_lora": served.lora is not None, "lora_rank": model.lora and model.lora.rank}
         return {"type": "get_info", "model_id": model.model_id, "model_name": served.name, "model_data": data, **lora}
 
     def forward_backward(self, owner: str, message: Any, size: int) -> dict[str, Any]:
@@ -206,6 +222,11 @@ class ServerState:
         model = self.find_model(owner, body.get("model_id"))
         return self._save(model, body, "weights", bool(body.get("overwrite")), {"type": "save_weights"})
 
+    def save_weights_external(self, owner: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Save weights in Hugging Face's format, or adapters in PEFT's, for a download."""
+        model, encrypt = self.find_model(owner, body.get("model_id")), find_encryption(body)
+        return self._save(model, body, "external_weights", True, {"type": "save_weights_external"}, encrypt)
+
     def save_weights_for_sampler(self, owner: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Save weights under a name, or open a sampler of a snapshot or of the model's current weights."""
         model = self.find_model(owner, body.get("model_id"))
@@ -223,7 +244,13 @@ class ServerState:
         return self._number(model, body.get("seq_id"), "snapshot", lambda: payload, reply)
 
     def _save(
-        self, model: TrainedModel, body: Mapping[str, Any], kind: str, overwrite: bool, content: dict[str, str]
+        self,
+        model: TrainedModel,
+        body: Mapping[str, Any],
+        kind: str,
+        overwrite: bool,
+        content: dict[str, str],
+        finish: Callable[[Path], None] = lambda directory: None,
     ) -> dict[str, Any]:
         path = f"{SCHEME}{model.model_id}/{kind}/{body.get('path')}"
 
@@ -233,24 +260,30 @@ class ServerState:
             if path in self.checkpoints.entries and not overwrite:
                 raise refuse(f"{path} exists", "path", "a new name", "save under another name, or pass overwrite=True")
             read_number(body, "ttl_seconds", None, int)
-            return {"directory": str(self.checkpoints.directory_of(path))}
+            payload = {"directory": str(self.checkpoints.directory_of(path))}
+            return payload if kind == "weights" else payload | {"rank": model.lora and model.lora.rank}
 
         def reply(result: Any) -> dict[str, Any]:
-            self.checkpoints.add(path, model.owner, self.served.name, model.metadata, body)
+            finish(self.checkpoints.directory_of(path))
+            self.checkpoints.add(path, model.owner, self.served.name, model.describe(), body)
             return {"path": path, **content}
 
-        return self._number(model, body.get("seq_id"), "save", read, reply)
+        return self._number(model, body.get("seq_id"), "save" if kind == "weights" else "export", read, reply)
 
     def load_weights(self, owner: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Load a checkpoint into a model, or into a new one."""
         path, with_optimizer = str(body.get("path")), bool(body.get("optimizer"))
 
-        def read() -> dict[str, Any]:
+        def read(has: Lora | None = None) -> dict[str, Any]:
             entry = self.checkpoints.find(owner, path)
             if with_optimizer and entry["checkpoint_type"] != "training":
                 hint = "load it without the optimizer, or save with save_state"
                 raise refuse(f"{path} has no optimizer state", "path", "a training checkpoint", hint)
-            return {"directory": str(self.checkpoints.directory_of(path)), "with_optimizer": with_optimizer}
+            lora = self.checkpoints.lora_of(entry)
+            if has is not None and lora is not None and (lora.rank, lora.modules) != (has.rank, has.modules):
+                hint = "load it into a new training client (create_training_client_from_state)"
+                raise refuse(f"{path}, with {lora}", "path", f"the model's {has}", hint)
+            return {"saved": self._find_saved(path, entry), "with_optimizer": with_optimizer}
 
         content = {"path": path, "type": "load_weights"}
         if body.get("model_id"):
@@ -260,24 +293,42 @@ class ServerState:
                 model.steps, model.is_torn = result, False
                 return content | {"model_id": model.model_id}
 
-            return self._number(model, body.get("seq_id"), "load", read, reply)
+            return self._number(model, body.get("seq_id"), "load", lambda: read(model.lora), reply)
         if body.get("base_model"):
             self._check_base(body["base_model"])
         _check_optimizer(body)
-        payload, model = read(), self._open_model(owner, body)
+        payload = read()
+        model = self._open_model(owner, body, self.checkpoints.lora_of(self.checkpoints.find(owner, path)))
         return self._begin(model, {"model": model.model_id, **payload}, lambda: content | {"model_id": model.model_id})
+
+    def _find_saved(self, path: str, entry: Mapping[str, Any]) -> Saved:
+        if entry["checkpoint_type"] == "external":
+            raise refuse(path, "path", "a checkpoint of save_state or save_weights_for_sampler", "download this one")
+        lora, limits = self.checkpoints.lora_of(entry), self.served.lora
+        if limits is None or lora is None:
+            is_fit = lora is None and (limits is None or "lora" not in entry)  # which older servers did not note
+        else:
+            is_fit = lora.rank <= limits.most.rank and {*lora.modules} <= {*limits.most.modules}
+        if not is_fit:
+            expected = str(limits.most) if limits else "all weights"
+            hint = f"start the server with actor.lora.rank={lora.rank if lora else 0} and these target_modules"
+            raise refuse(f"{path}, with {lora or 'all weights'}", "path", expected, hint)
+        is_export = entry["checkpoint_type"] != "training" and "lora" in entry
+        return Saved(str(self.checkpoints.directory_of(path)), lora and lora.rank, is_export)
 
     # Samplers
 
     def open_sampler(self, owner: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Open a sampling session of the base model or of a checkpoint."""
         session, path = self.touch_session(owner, body), body.get("model_path")
+        version, saved = BASE, None
         if path is None:
             self._check_base(body.get("base_model"))
         else:
-            self.checkpoints.find(owner, path)
+            entry = self.checkpoints.find(owner, path)
+            version, saved = f"{path}@{entry['time']}", self._find_saved(path, entry)
         name = f"{session}:sample:{read_number(body, 'sampling_session_seq_id', 0, int)}"
-        self.samplers.setdefault(name, Sampler(owner, session, path or BASE, path))
+        self.samplers.setdefault(name, Sampler(owner, session, version, path, saved))
         return {"sampling_session_id": name}
 
     def find_sampler(self, owner: str, name: Any) -> Sampler:
@@ -291,16 +342,14 @@ class ServerState:
         """Sample from the weights of a sampling session."""
         name = body.get("sampling_session_id")
         sampler, job = self.find_sampler(owner, name), read_sample(body, self.served.limits)
-        version, directory = sampler.version, None
-        if sampler.model_path is not None:
-            directory = str(self.checkpoints.directory_of(sampler.model_path))
+        job = replace(job, version=sampler.version, saved=sampler.saved)
         request_id = f"{name}/sample/{read_number(body, 'seq_id', 0, int)}"
 
         def reply(result: Any) -> Any:
             self.num_samples += job.num_samples
             return result
 
-        group = (version, directory)
+        group = None if self.served.mixes_versions else sampler.version
         found = self._add(request_id, SAMPLE, job, reply, group, size)
         return found | {"sample_sequence_ids": [f"{request_id}/{index}" for index in range(job.num_samples)]}
 

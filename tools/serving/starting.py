@@ -32,21 +32,22 @@ from megatron_rl.types import UserError, text_of
 from tools.serving.checkpoint_index import SCHEME, unknown, utc
 from tools.serving.http_api import build_app, read_tokens
 from tools.serving.ordering import SAMPLE, Answer, Call, RequestQueue, answer_error, answer_json
-from tools.serving.request_checks import Limits
-from tools.serving.served_policy import ServedPolicy
+from tools.serving.request_checks import AdapterLimits, Limits, Lora
+from tools.serving.served_policy import ServedPolicy, count_versions
 from tools.serving.server_state import Served, ServerState, TrainedModel
 from tools.serving.wire import refuse
 
 _IDLE_SECONDS = 5.0  # between two broadcasts, far below any `trainer.collective_timeout`
 _STOPPED, _SAVED_FILE = "server-stopped", "saved.json"  # a checkpoint, and the sign for launch/supervise.sh
 _PATIENCE_SECONDS = 10.0  # until a file of another host is seen
+_SLOTS = 5  # of adapters in vLLM: the one that transfers write, and four versions, such as a reference and snapshots
 
 
 def serve(recipe: Path, arguments: Sequence[str]) -> None:
     """Serve until a signal; then save every model. Collective."""
     given = dict(one.lstrip("-").removeprefix("serve.").split("=", 1) for one in arguments if _is_ours(one))
-    if strange := given.keys() - {"port", "host", "token_file", "name"}:
-        expected, hint = "port, host, token_file or name", "python tools/serve.py --help"
+    if strange := given.keys() - {"port", "host", "token_file", "name", "train_unembed"}:
+        expected, hint = "port, host, token_file, name or train_unembed", "python tools/serve.py --help"
         raise UserError(f"serve.{min(strange)}", source="command line", expected=expected, hint=hint)
     owners = check_access(given)
     bound = open_socket(given) if os.environ.get("RANK", "0") == "0" else None
@@ -56,7 +57,7 @@ def serve(recipe: Path, arguments: Sequence[str]) -> None:
     policy = ServedPolicy(run)
     try:
         if bound is not None:
-            state = ServerState(describe_served(run, given.get("name")), directory, RequestQueue())
+            state = ServerState(describe_served(run, given), directory, RequestQueue())
             lead(policy, state, run, build_app(state, owners, given.get("host", "127.0.0.1")), bound)
             (directory / _SAVED_FILE).write_text("{}\n")
         else:
@@ -149,6 +150,9 @@ def make_config(config: RunConfig, rows: list[str]) -> RunConfig:
         launched_sizes()[0],
         dict(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, min_tokens=0, stop=[], n=2),
     )
+    rollout, slots = config.rollout, {}
+    if config.hybrid.lora == "adapter" and config.rollout.supports("vllm_modes"):
+        slots = {"max_loras": _SLOTS}
     context = config.data.max_prompt_length + config.data.max_response_length
     most = max(config.actor.max_tokens_per_microbatch, context + 1)
     made = RunConfig(
@@ -157,7 +161,7 @@ def make_config(config: RunConfig, rows: list[str]) -> RunConfig:
         actor=replace(
             config.actor, ppo_mini_batch_size=ranks, overlap_grad_reduce=False, max_tokens_per_microbatch=most
         ),
-        rollout=replace(config.rollout, **plain, thinking_budget=None),
+        rollout=replace(rollout, **plain, thinking_budget=None, engine_options=slots | rollout.engine_options),
         hybrid=config.hybrid,
         layout=config.layout,
         placement=config.placement,
@@ -170,15 +174,26 @@ def make_config(config: RunConfig, rows: list[str]) -> RunConfig:
     return made
 
 
-def describe_served(run: Primitives, name: str | None) -> Served:
-    """Return the model's description for clients."""
+def describe_served(run: Primitives, given: Mapping[str, str]) -> Served:
+    """Return the model's description for clients.
+
+    Args:
+        given: settings of the server.
+    """
     config, shape = run.config, run.policy.model.shape
     context = config.data.max_prompt_length + config.data.max_response_length
     limits = Limits(shape.vocab_size, context)
-    adapters = run.policy.model.adapters
+    lora, adapters = None, run.policy.model.adapters
+    if adapters is not None:
+        fixed = None
+        if config.actor.step_mode == "graph" or config.actor.lora.path is not None:
+            fixed = "leave rank, train_attn and train_mlp out: actor.step_mode=graph and actor.lora.path fix them"
+        most = Lora(adapters.rank, config.trainer.seed, tuple(adapters.modules))
+        lora = AdapterLimits(most, fixed, given.get("train_unembed") == "ignore")
     path = str(Path(config.model.path).resolve())
     tokenizer = config.model.tokenizer or path
-    return Served(name or Path(path).name, tokenizer, shape.family, adapters and adapters.rank, limits)
+    name, mixes_versions = given.get("name") or Path(path).name, count_versions(config) > 0
+    return Served(name, tokenizer, shape.family, lora, limits, mixes_versions)
 
 
 def lead(policy: ServedPolicy, state: ServerState, run: Primitives, app: Any, bound: socket.socket) -> None:
@@ -236,7 +251,7 @@ def save_models(policy: ServedPolicy, state: ServerState) -> Exception | None:
             if model.is_broken:
                 raise RuntimeError("its last request failed halfway; load an earlier checkpoint")
             run_together(policy, "save", payload)
-            state.checkpoints.add(path, model.owner, state.served.name, model.metadata, {})
+            state.checkpoints.add(path, model.owner, state.served.name, model.describe(), {})
             print(f"saved {path}", flush=True)
         except Exception as error:
             first = first or error
@@ -300,9 +315,7 @@ def run_calls(calls: Sequence[Call], policy: ServedPolicy, queue: RequestQueue) 
     call = calls[0]
     try:
         if call.kind == SAMPLE:
-            version, directory = call.group
-            payload = {"version": version, "directory": directory, "jobs": [one.payload for one in calls]}
-            results = run_together(policy, SAMPLE, payload)
+            results = run_together(policy, SAMPLE, {"jobs": [one.payload for one in calls]})
         else:
             results = [run_numbered(call, policy)]
         answers = [make_answer(one.reply(result)) for one, result in zip(calls, results, strict=True)]

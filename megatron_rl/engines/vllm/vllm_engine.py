@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
 from megatron_rl.engines.token_requests import Scores
 from megatron_rl.engines.vllm.vllm_library import (
+    AdapterSlots,
     keep_memory_pools,
     own_world,
     pack_experts,
@@ -34,7 +35,6 @@ from megatron_rl.engines.vllm.vllm_library import (
     register_loader,
     register_model,
     skip_block_searches,
-    take_adapters,
 )
 from megatron_rl.engines.vllm.vllm_recorders import (
     KeptSetRecorder,
@@ -55,16 +55,12 @@ from megatron_rl.models.segments import Segments
 from megatron_rl.parallel.batch_invariant import compute_all_logprobs, multiply
 from megatron_rl.parallel.collectives import keep_random_streams
 from megatron_rl.samples.prefix import SegmentKeys
-from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.packed_experts import is_packed, split_experts, split_turns
 from megatron_rl.weights.quantization import SCALE_SUFFIX
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
-
-# Matrices that vLLM fuses, with their parts.
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 class VllmEngine:
@@ -119,12 +115,11 @@ class VllmEngine:
             where=f"vLLM on rank {spec.process.rank}",
             padded=VLLM_PADDED_PARAMETERS,
         )
-        self._lora_request = take_adapters(worker, spec.adapters.rank) if spec.adapters is not None else None
+        self.slots = AdapterSlots(worker, spec.adapters) if spec.adapters is not None else None
         for name, tensor in self.params.items():  # no transfer writes the vocabulary padding
             if name not in self.shared_params:
                 tensor.zero_()
-        self._adapters = list_adapter_params(worker.get_model(), spec.adapters) if spec.adapters else {}
-        self.params |= self._adapters
+        self.params |= self.slots.params if self.slots else {}
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
         """Return the placement table (the boxes of HF tensors) of any rank of the job."""
@@ -134,8 +129,8 @@ class VllmEngine:
         """Reallocate parameters at the same addresses after a sleep."""
         if self._can_sleep and self._llm.llm_engine.is_sleeping():
             self._llm.wake_up(tags=["weights"])
-            for tensor in self._adapters.values():  # transfers do not write the buffers' padding
-                tensor.zero_()
+            if self.slots is not None:
+                self.slots.clear()
 
     def end_weight_update(self) -> None:
         """Pack fused experts for the CPU kernel, reallocate the KV cache, reset the prefix cache."""
@@ -153,11 +148,17 @@ class VllmEngine:
             if extras is not None:
                 one |= dict(logprobs=extras.top, prompt_logprobs=extras.prompt_top)
         params = [self._sampling_params(skip_clone=True, **one) for one in arguments]  # requests do not share them
+        adapters = None
+        if self.slots is not None:
+            versions, running = (
+                [one.extras and one.extras.version for one in x] for x in (requests, self._requests.values())
+            )
+            adapters = self.slots.select(versions, running)
         with self._running():
             names = self._llm.enqueue(
                 [{"prompt_token_ids": request.tokens.tolist()} for request in requests],
                 params,
-                self._lora_request,
+                adapters,
                 use_tqdm=False,
             )
         for request, name in zip(requests, names, strict=True):
@@ -262,23 +263,6 @@ def list_params(model: torch.nn.Module, shape: ModelShape, tp_rank: int) -> dict
         for name in [name for name in params if ".w2_bias." in name]:
             params.pop(name).zero_()
     return split_turns(params)
-
-
-def list_adapter_params(model: torch.nn.Module, shape: AdapterShape) -> dict[str, torch.Tensor]:
-    """Return the buffers of vLLM's adapter slot: `<matrix>.lora_A` [R, in] and `<matrix>.lora_B` [out, R].
-
-    R is the slot's rank, at least the adapters'.
-    """
-    found, modules = {}, set(shape.modules)
-    named: Any = model.named_modules()
-    for name, module in named:
-        if not hasattr(module, "lora_a_stacked"):
-            continue
-        owner, _, last = name.rpartition(".")
-        for part, a, b in zip(_FUSED.get(last, (last,)), module.lora_a_stacked, module.lora_b_stacked, strict=True):
-            if part in modules:
-                found |= {f"{owner}.{part}.lora_A": a[0, 0], f"{owner}.{part}.lora_B": b[0, 0]}
-    return found
 
 
 class _PagedAttention:

@@ -13,7 +13,7 @@ import ctypes
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.vllm.vllm_settings import CODED_METHOD, LOAD_FORMAT, check_family
 from megatron_rl.types import UserError
+from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.quantization import SCALE_SUFFIX, CodeFormat, decode
 from megatron_rl.weights.rollout_layout import check_engine
@@ -164,18 +165,92 @@ def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
             bind(model)
 
 
-def take_adapters(worker: Any, rank: int) -> Any:
-    """Activate zero LoRA adapters in vLLM; return the `LoRARequest` that selects them.
+# Matrices that vLLM fuses, with their parts.
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
-    Weight transfers then write vLLM's adapter buffers in place; lora_B contains the scale.
+
+class AdapterSlots:
+    """vLLM's slots of LoRA adapters: weight transfers write the first one, and the others have versions kept of it.
+
+    Versions are kept on the host. One that requests name is copied to a slot, in place of the one used longest ago.
+
+    Attributes:
+        params: buffers of the first slot: `<matrix>.lora_A` [R, in] and `<matrix>.lora_B` [out, R], which contains the
+            scale. R is the slot's rank, at least the adapters'.
     """
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.request import LoRARequest
 
-    manager, adapters = worker.model_runner.lora_manager._adapter_manager, LoRAModel(1, rank, {})
-    manager._registered_adapters[adapters.id] = adapters  # `add_adapter` refuses adapters without matrices
-    manager.activate_adapter(adapters.id)
-    return LoRARequest("policy", 1, "in memory")
+    def __init__(self, worker: Any, shape: AdapterShape) -> None:
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.request import LoRARequest
+
+        manager = worker.model_runner.lora_manager._adapter_manager
+        for number in range(1, manager.lora_slots + 1):
+            # `add_adapter` refuses adapters without matrices.
+            manager._registered_adapters[number] = LoRAModel(number, shape.rank, {})
+            manager.activate_adapter(number)
+        self._request, model = LoRARequest, worker.get_model()
+        self._slots = [_list_slot(model, shape, index) for index in range(manager.lora_slots)]
+        self.params = self._slots[0]
+        self._kept: dict[str, list[torch.Tensor]] = {}
+        self._filled: dict[str, int] = {}  # version -> its slot, the one used longest ago first
+
+    def keep(self, version: str) -> None:
+        """Copy the first slot's adapters to the host, under a name that was never used before."""
+        self._kept[version] = [tensor.to("cpu", copy=True) for tensor in self.params.values()]
+
+    def drop(self, version: str) -> None:
+        """Forget a version, if it is kept."""
+        self._kept.pop(version, None)
+        self._filled.pop(version, None)
+
+    def clear(self) -> None:
+        """Set the first slot to zero and take the others as empty, after their memory was lost."""
+        self._filled = {}
+        for tensor in self.params.values():  # transfers do not write the buffers' padding
+            tensor.zero_()
+
+    def select(self, versions: Sequence[str | None], running: Collection[str | None]) -> list[Any]:
+        """Return vLLM's `LoRARequest` for each version, `None` being the first slot's.
+
+        Args:
+            running: versions of the unfinished requests.
+
+        Raises:
+            UserError: a version is not kept, or there are more than slots.
+        """
+        wanted, most = ({*versions, *running} - {None}), len(self._slots) - 1
+        if unknown := wanted - self._kept.keys():
+            found, hint = f"adapters {min(map(str, unknown))!r}, which are not kept", "keep them in rollout_mode"
+            raise UserError(found, source="TokenRequest.version", expected="names that were kept", hint=hint)
+        if len(wanted) > most:
+            hint = f"sample in turns, or set rollout.engine_options.max_loras={len(wanted) + 1}"
+            raise UserError(f"{len(wanted)} versions at once", source="TokenRequest", expected=f"{most}", hint=hint)
+        for version in sorted(wanted, key=lambda one: one not in self._filled):
+            self._fill(version)
+        places = {None: ("policy", 0)} | {version: (version, slot) for version, slot in self._filled.items()}
+        return [self._request(name, slot + 1, "in memory") for name, slot in (places[one] for one in versions)]
+
+    def _fill(self, version: Any) -> None:
+        slot = self._filled.pop(version, None)
+        if slot is None:
+            free = {*range(1, len(self._slots))} - {*self._filled.values()}
+            slot = min(free) if free else self._filled.pop(next(iter(self._filled)))
+            for tensor, kept in zip(self._slots[slot].values(), self._kept[version], strict=True):
+                tensor.copy_(kept)
+        self._filled[version] = slot
+
+
+def _list_slot(model: torch.nn.Module, shape: AdapterShape, index: int) -> dict[str, torch.Tensor]:
+    found, modules = {}, set(shape.modules)
+    named: Any = model.named_modules()
+    for name, module in named:
+        if not hasattr(module, "lora_a_stacked"):
+            continue
+        owner, _, last = name.rpartition(".")
+        for part, a, b in zip(_FUSED.get(last, (last,)), module.lora_a_stacked, module.lora_b_stacked, strict=True):
+            if part in modules:
+                found |= {f"{owner}.{part}.lora_A": a[index, 0], f"{owner}.{part}.lora_B": b[index, 0]}
+    return found
 
 
 def pack_experts(param: torch.Tensor, instructions: str) -> None:

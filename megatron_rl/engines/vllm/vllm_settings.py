@@ -107,7 +107,7 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         arguments["hf_overrides"] = partial(_take_text_part, spec.shape)
     if adapters := spec.adapters:
         slot = next(size for size in _LORA_RANKS if size >= adapters.rank)
-        arguments |= dict(enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=slot)
+        arguments |= dict(enable_lora=True, max_loras=1, max_lora_rank=slot)
         arguments["lora_target_modules"] = adapters.modules
     if spec.process.device.type == "cuda":
         arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=config.gpu_memory_utilization)

@@ -7,6 +7,8 @@ Not covered: TLS, which a proxy in front adds, and slow clients that hold connec
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,18 +21,21 @@ from tools.serving import http_api
 from tools.serving.checkpoint_index import CheckpointIndex
 from tools.serving.http_api import build_app, is_own_host, read_tokens
 from tools.serving.ordering import Answer, RequestQueue
-from tools.serving.request_checks import Limits
+from tools.serving.request_checks import AdapterLimits, Limits, Lora
 from tools.serving.server_state import Served, ServerState
 from tools.serving.starting import check_access, open_socket
 
 ADA, BOB = "tml-0123456789abcdef-ada", "tml-0123456789abcdef-bob"
 LIMITS = Limits(vocab_size=16, context=32)
+KINDS = "external_weights", "weights"
+LORA = AdapterLimits(Lora(8, 0, ("q_proj", "o_proj", "up_proj")))
+RUN = {"metadata": {}, "lora": LORA.most._asdict()}
 
 
 @pytest.fixture
 def state(tmp_path: Path) -> ServerState:
     queue = RequestQueue(most_samples=2)
-    return ServerState(Served("toy", "toy", "qwen2", 8, LIMITS), tmp_path, queue)
+    return ServerState(Served("toy", "toy", "qwen2", LORA, LIMITS), tmp_path, queue)
 
 
 @pytest.fixture
@@ -101,7 +106,7 @@ def test_another_owner_sees_and_changes_nothing(client: Any, state: ServerState)
     session, model = begin(client, state)
     path = f"tinker://{model}/weights/a"
     state.checkpoints.directory_of(path).mkdir(parents=True)
-    state.checkpoints.add(path, "ada", "toy", {}, {})
+    state.checkpoints.add(path, "ada", "toy", RUN, {})
     sampler = client.post("create_sampling_session", json={"session_id": session, "model_path": path}).json()
     sampler = sampler["sampling_session_id"]
     bob = {"x-api-key": BOB}
@@ -194,7 +199,10 @@ def test_wrong_models_are_refused(client: Any, state: ServerState) -> None:
     given = {"session_id": session, "model_seq_id": 7, "base_model": "toy"}
     for more, message in (
         ({"base_model": "other"}, "pass base_model='toy'"),
-        ({"lora_config": {"rank": 32}}, "rank=8"),
+        ({"lora_config": {"rank": 32}}, "actor.lora.rank=32"),
+        ({"lora_config": {"rank": 0}}, "rank 1 to 8"),
+        ({"lora_config": {"rank": 8, "train_unembed": True}}, "train_unembed=False"),
+        ({"lora_config": {"rank": 8, "train_attn": False, "train_mlp": False}}, "adapters of no matrix"),
         ({"optimizer_config": {"type": "dimuon"}}, "dimuon"),
     ):
         answer = client.post("create_model", json=given | more)
@@ -227,12 +235,43 @@ def test_keys_and_addresses_are_checked_at_the_start(tmp_path: Path) -> None:
                 open_socket({"port": port})
 
 
+def test_files_are_sent_to_signed_addresses_only(
+    client: Any, state: ServerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a key: neither another file of the server, nor another checkpoint, nor after an hour."""
+    paths = [f"tinker://run:train:0/{kind}/a" for kind in KINDS]
+    for path in paths:
+        directory = state.checkpoints.directory_of(path)
+        directory.mkdir(parents=True)
+        (directory / "a b.safetensors").write_bytes(b"1234")
+        state.checkpoints.add(path, "ada", "toy", RUN, {})
+    assert client.get("training_runs/run:train:0").json()["lora_rank"] == 8
+    shown = client.post("weights_info", json={"tinker_path": paths[0]}).json()
+    assert (shown["lora_rank"], shown["train_mlp"], shown["train_unembed"]) == (8, True, False)
+    one, kept = (f"training_runs/run:train:0/checkpoints/{kind}/a/external_weights_urls" for kind in KINDS)
+    assert client.get(one, headers={"x-api-key": BOB}).status_code == 404
+    assert client.get(kept).status_code == 400
+    address = client.get(one).json()["urls"]["a b.safetensors"]
+    assert client.get(address, headers={"x-api-key": ""}).content == b"1234"
+    for wrong in (
+        address.replace("external_weights/a", "weights/a"),
+        address.replace("run%3Atrain%3A0", "run%3Atrain%3A1"),
+        re.sub("expires=[0-9]+", "expires=9999999999", address),
+        re.sub("expires=[0-9]+", "expires=x", address),
+        address.split("?")[0],
+    ):
+        assert client.get(wrong).status_code == 403, wrong
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3601)
+    assert client.get(address).status_code == 403
+
+
 def test_checkpoints_expire(tmp_path: Path) -> None:
     index = CheckpointIndex(tmp_path)
     for name, ttl in (("a", -1), ("b", 3600), ("c", None)):
         path = f"tinker://run/weights/{name}"
         index.directory_of(path).mkdir(parents=True)
-        index.add(path, "ada", "toy", {}, {"ttl_seconds": ttl})
+        index.add(path, "ada", "toy", RUN, {"ttl_seconds": ttl})
     with pytest.raises(UserError, match="there is no checkpoint"):
         index.find("ada", "tinker://run/weights/a")
     index.expire()

@@ -2,7 +2,7 @@
 """A server on the task of sixteen sums, over loopback HTTP, by messages as the client writes them.
 
 Not covered: the client itself, which the test environment does not have (docs/serving_programs.md lists what was tried
-with it), vLLM, and GPUs.
+with it), and GPUs.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from distributed import run_ranks
 from launch_runs import ROOT, find_free_port, run_script
@@ -121,7 +122,7 @@ class Client:
     def __init__(self, post: Post, session: str, index: int, **load: Any) -> None:
         self.post, self.session, self.next = post, session, 1
         body = {"session_id": session, "model_seq_id": index, "base_model": "toy"}
-        path = "load_weights" if load else "create_model"
+        path = "load_weights" if "path" in load else "create_model"
         self.model = wait_for(post, post(path, body | load))["model_id"]
 
     def number(self, given: int | None) -> int:
@@ -229,6 +230,8 @@ def test_models_take_turns_and_outlive_the_server(task: Path, tmp_path: Path, ex
         own = plain.logprobs([[3, 4, 5, *rows[0][0].tolist()]])[0]
         assert np.isnan(prompt[0]) and np.allclose(prompt[1:], own[:2], atol=1e-6)
         assert np.allclose(rows[0][1], own[2:], atol=1e-5) and not np.array_equal(rows[0][0], rows[1][0])
+        exported = wait_for(post, plain.call("save_weights_for_sampler", path="s"))["path"]
+        assert equal(Client(post, session, 3, path=exported).logprobs(SUMS), plain.logprobs(SUMS))
         saved = wait_for(post, plain.call("save_weights", path="step-1", ttl_seconds=3600))["path"]
         plain.train(SUMS)
         again, _ = sample(post, snapshot, 1)
@@ -431,3 +434,138 @@ def test_two_thousand_requests_over_a_bad_network_train_as_in_order(task: Path, 
             directory = tmp_path / "a/run" / client.model.replace(":", "_") / f"weights/end/step_{NUM_STEPS}/actor"
             pieces.append({file.name: file.read_bytes() for file in directory.glob("*.distcp")})
         assert pieces[0] == pieces[1] and sum(map(len, pieces[0].values())) > 1 << 20
+
+
+@pytest.mark.slow
+def test_models_have_ranks_seeds_and_matrices_of_their_own(task: Path, tmp_path: Path) -> None:
+    """A model of rank 2, another seed and attention only equals a server of that rank, and is read by PEFT.
+
+    Beside it, one of the largest rank trains as alone, bit for bit.
+    """
+    lora = ["actor.lora.rank=6", "actor.lora.alpha=8"]
+    small = {"lora_config": {"rank": 2, "seed": 5, "train_mlp": False}}
+    attention = "actor.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+    with served(task, tmp_path / "a", 1, "actor.lora.rank=2", "actor.lora.alpha=8", "trainer.seed=5", attention) as (
+        post,
+        _,
+    ):
+        only = Client(post, post("create_session", {})["session_id"], 0)
+        for _ in range(3):
+            only.train(SUMS)
+        expected = only.logprobs(SUMS)
+    with served(task, tmp_path / "b", 1, *lora) as (post, _):
+        session = post("create_session", {})["session_id"]
+        alone = Client(post, session, 0)
+        for _ in range(3):
+            alone.train(SUMS)
+        first, mine, other = Client(post, session, 1), Client(post, session, 2, **small), Client(post, session, 3)
+        for _ in range(3):
+            for client in (first, mine, other):
+                client.train(SUMS)
+        assert equal(first.logprobs(SUMS), alone.logprobs(SUMS)) and equal(other.logprobs(SUMS), first.logprobs(SUMS))
+        found = mine.logprobs(SUMS)
+        assert max(abs(a - b).max() for a, b in zip(found, first.logprobs(SUMS), strict=True)) > 1e-3
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-6)
+        assert post("get_info", {"model_id": mine.model})["lora_rank"] == 2
+
+        # A sampler's checkpoint has the adapters alone; another model continues with them, and a sampler has them.
+        sampled = wait_for(post, mine.call("save_weights_for_sampler", path="s"))["path"]
+        kept = wait_for(post, mine.call("save_weights", path="w"))["path"]
+        exported = wait_for(post, mine.call("save_weights_external", path="x"))["path"]
+        run = tmp_path / "b/run" / mine.model.replace(":", "_")
+        tensors = load_file(run / "sampler_weights/s/adapter_model.safetensors")
+        assert len(tensors) == 28 and all(2 in tensor.shape and "lora_" in name for name, tensor in tensors.items())
+        assert not [*(run / "sampler_weights/s").rglob("*.distcp")] and [*(run / "weights/w").rglob("*.distcp")]
+        assert wait_for(post, mine.call("load_weights", path=sampled))["path"] == sampled
+        assert equal(mine.logprobs(SUMS), found)
+        refused = wait_for(post, first.call("load_weights", path=kept))["error"]
+        assert "rank 2 for q_proj" in refused and "new training client" in refused
+        again = Client(post, session, 4, path=sampled, optimizer=False)
+        assert equal(again.logprobs(SUMS), found) and post("get_info", {"model_id": again.model})["lora_rank"] == 2
+        body = {"session_id": session, "model_path": sampled, "sampling_session_seq_id": 0}
+        rows, prompt = sample(post, post("create_sampling_session", body)["sampling_session_id"], 0)
+        own = again.logprobs([[3, 4, 5, *rows[0][0].tolist()]])[0]
+        np.testing.assert_allclose([*prompt[1:], *rows[0][1]], own, atol=1e-5)
+        assert "external_weights" in exported
+    check_with_peft(task, run / "external_weights/x", found)
+
+
+def check_with_peft(task: Path, directory: Path, expected: list[np.ndarray]) -> None:
+    """Compare the log-probs of transformers with PEFT's adapters."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(model, directory)
+    assert adapted.peft_config["default"].r == 2
+    for row, ours in zip(SUMS, expected, strict=True):
+        with torch.no_grad():
+            logprobs = adapted(torch.tensor([row[:-1]])).logits[0].log_softmax(-1)
+        theirs = logprobs.gather(1, torch.tensor(row[1:])[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["slots", "slots-tp", "slots-dp", "exchange"])
+def test_vllm_samples_from_versions_together(task: Path, tmp_path: Path, engine: str) -> None:
+    """Base, two snapshots of two models, a checkpoint and current weights, sampled together and in turns.
+
+    Each sample has the log-probs that its model had, also after it was trained on. vLLM has room for two of them.
+    """
+    extra = ["rollout.engine=vllm", "actor.lora.rank=4", "actor.lora.alpha=32"]
+    if engine == "slots-tp":
+        extra += layout_overrides(2, 1, 1)
+    if engine != "exchange":
+        extra += ["hybrid.lora=adapter", "rollout.engine_options={max_loras: 3}"]
+    params = {"sampling_params": {"max_tokens": 5, "temperature": 0.0, "stop": []}}
+    with served(task, tmp_path / "a", 2 if "-" in engine else 1, *extra) as (post, _):
+        session = post("create_session", {})["session_id"]
+        clients = Client(post, session, 0), Client(post, session, 1, lora_config={"rank": 2, "seed": 3})
+        body = {"session_id": session, "base_model": "toy", "sampling_session_seq_id": 100}
+        samplers = [post("create_sampling_session", body)["sampling_session_id"]]
+        scored = [score(clients[0], post, samplers[0], params)]
+        number = 0
+        for client in (*clients, clients[0]):
+            client.train(SUMS)
+            made = client.call("save_weights_for_sampler", sampling_session_seq_id=(number := number + 1))
+            samplers.append(wait_for(post, made)["sampling_session_id"])
+            scored.append(score(client, post, samplers[-1], params))
+        path = wait_for(post, clients[1].call("save_weights_for_sampler", path="c"))["path"]
+        body = {"session_id": session, "model_path": path, "sampling_session_seq_id": 101}
+        samplers.append(post("create_sampling_session", body)["sampling_session_id"])
+        made = clients[0].call("save_weights_for_sampler", sampling_session_seq_id=9, kind="inflight")
+        inflight = wait_for(post, made)["sampling_session_id"]
+        clients[1].train(SUMS)
+        assert len({tuple(one[1].tolist()) for one in scored}) == 4
+        for turn in range(2):
+            promises = [request_sample(post, one, turn + 1, params) for one in (*samplers, inflight)]
+            found = [read_sample(wait_for(post, promise)) for promise in promises]
+            for mine, theirs in zip(found, [*scored, scored[2], scored[3]], strict=True):
+                assert mine[0].tolist() == theirs[0].tolist()
+                np.testing.assert_allclose(mine[1], theirs[1], atol=1e-6)
+        clients[0].train(SUMS)
+        after = score(clients[0], post, inflight, params, 7)
+        assert abs(after[1] - scored[3][1]).max() > 1e-3
+
+
+def request_sample(post: Post, session: str, number: int, more: dict[str, Any]) -> Any:
+    prompt = {"chunks": [{"tokens": [3, 4, 5], "type": "encoded_text"}]}
+    return post(
+        "asample", {"sampling_session_id": session, "seq_id": number, "prompt": prompt, "num_samples": 1} | more
+    )
+
+
+def read_sample(answer: bytes) -> tuple[np.ndarray, np.ndarray]:
+    (one,) = MESSAGES["SampleResponse"].FromString(answer).sequences
+    return np.frombuffer(one.tokens, "<i4"), np.frombuffer(one.logprobs, "<f4")
+
+
+def score(
+    client: Client, post: Post, session: str, more: dict[str, Any], number: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sample, and compare the log-probs with the model's of the same moment."""
+    tokens, logprobs = read_sample(wait_for(post, request_sample(post, session, number, more)))
+    own = client.logprobs([[3, 4, 5, *tokens.tolist()]])[0][2:]
+    np.testing.assert_allclose(logprobs, own, atol=2e-5)
+    return tokens, logprobs
