@@ -20,8 +20,8 @@ import numpy as np
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import derive_seed
 from megatron_rl.parallel.collectives import raise_together, world
-from megatron_rl.run.primitives import Primitives
 from megatron_rl.run.checkpoints import actor_export
+from megatron_rl.run.primitives import Primitives
 from megatron_rl.training.datums import Datum
 from tools.serving.parking import (
     copy_state,
