@@ -7,7 +7,8 @@ Needs the model and the prompts of launch/quickstart_real.sh; with fewer cores t
 have 12 prompts x 4 responses. A row has the largest differences to the first case over the steps (reward, loss, and
 relative of the gradient norm), the mismatch of engine and trainer, and seconds of a step. Log-probs of layouts differ
 by about 1e-5, so a token that is drawn within that distance changes the rest of its response. The case `resume`
-is killed before its last step and started again.
+is killed before its last step and started again. The cases `long` draw 3 x 2 responses of 1,000 tokens, rewarded
+by their share of distinct words, and are compared with the first of them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ COMMON = (
     "rollout.kv_cache_gib=0.25",
 )
 SAVES = ("trainer.save_freq=1", "trainer.save_final=false", "checkpoint.async_save=false")
+LONG = (
+    *("data.train_batch_size=3", "actor.ppo_mini_batch_size=3", "rollout.n=2"),
+    *("data.max_response_length=1000", "rollout.min_tokens=1000", "actor.max_tokens_per_microbatch=2200"),
+    *("rollout.kv_cache_gib=0.5", f"reward.components=['1.0 {Path(__file__).resolve()}:score_distinct_words']"),
+)
 # name -> (ranks, settings); the first is the one that the others are compared with.
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "one rank": (1, ()),
@@ -52,7 +58,19 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "int8 engine": (1, ("rollout.quantization=int8", "algorithm.importance_sampling=token-truncate")),
     "staleness 1": (1, ("schedule.max_staleness=1", "algorithm.importance_sampling=token-truncate")),
     "resume": (1, SAVES),
+    "long": (1, LONG),
+    "long, cp 3": (3, (*LONG, "actor.context_parallel_size=3")),
+    "long, tp 3, vllm tp 3": (
+        3,
+        (*LONG, "actor.tensor_model_parallel_size=3", "rollout.tensor_model_parallel_size=3"),
+    ),
 }
+
+
+def score_distinct_words(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    """Return the share of a response's words that differ from all words before them."""
+    words = solution_str.split()
+    return len(set(words)) / max(len(words), 1)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -110,6 +128,11 @@ def run_case(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     return read_rows(directory)
 
 
+def find_reference(name: str) -> str:
+    """Return the case that a case is compared with."""
+    return "long" if name.startswith("long") else next(iter(CASES))
+
+
 def compare(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the largest differences of two runs, and figures of the first."""
 
@@ -142,14 +165,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    names = [next(iter(CASES)), *(name for name in options.cases if name != next(iter(CASES)))]
     results: dict[str, Any] = {}
-    reference: list[dict[str, Any]] = []
+    found: dict[str, list[dict[str, Any]]] = {}
     try:
-        for name in names:
-            rows = run_case(name, options)
-            reference = reference or rows
-            results[name] = compare(rows, reference)
+        for name in dict.fromkeys(case for chosen in options.cases for case in (find_reference(chosen), chosen)):
+            found[name] = run_case(name, options)
+            results[name] = compare(found[name], found[find_reference(name)])
             print(name, json.dumps(results[name]), flush=True)
             (options.out / "result.json").write_text(json.dumps(results, indent=2) + "\n")
     except UserError as error:
