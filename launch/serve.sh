@@ -4,7 +4,7 @@
 #   bash launch/serve.sh launch/recipes/qwen2.5_7b_gsm8k.yaml
 #   NPROC=2 bash launch/serve.sh RECIPE.yaml serve.port=8000 actor.tensor_model_parallel_size=2
 #
-#   RUN_DIR        checkpoints of the clients, on a file system of all hosts (default: checkpoints/served/RECIPE)
+#   RUN_DIR        checkpoints of the clients, on a file system of all hosts (default: the recipe's, or checkpoints/served/RECIPE)
 #   NPROC          ranks                                     (default: the GPUs that torch sees)
 #   GRACE_SECONDS  for saving every model after a signal     (default: 150)
 #   PYTHON_BIN     directory of python and torchrun          (default: the environment of launch/setup.sh)
@@ -26,8 +26,9 @@ NPROC="${NPROC:-$(python -c 'import torch; print(torch.cuda.device_count())')}"
 }
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"                           # one thread per rank; ranks share the cores
 export TOKENIZERS_PARALLELISM=false
-RUN_DIR="${RUN_DIR:-checkpoints/served/$(basename "$1" .yaml)}"
-for argument in "$@"; do [[ $argument != trainer.run_dir=* ]] || RUN_DIR=${argument#*=}; done
-# The exit status is 0 if all models were saved after a signal.
-exec bash launch/supervise.sh "$RUN_DIR" torchrun --signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT" --shutdown-timeout "${GRACE_SECONDS:-150}" \
-    --standalone --nproc-per-node "$NPROC" tools/serve.py "$@" "trainer.run_dir=$RUN_DIR"
+[[ -z ${RUN_DIR:-} ]] || set -- "$@" "trainer.run_dir=$RUN_DIR"
+watched="checkpoints/served/$(basename "$1" .yaml)"
+for argument in "$@"; do [[ $argument != trainer.run_dir=* ]] || watched=${argument#*=}; done
+# The exit status is 0 if all models were saved after a signal; torchrun's, if the recipe has a trainer.run_dir of its own.
+exec bash launch/supervise.sh "$watched" torchrun --signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT" \
+    --shutdown-timeout "${GRACE_SECONDS:-150}" --standalone --nproc-per-node "$NPROC" tools/serve.py "$@"
