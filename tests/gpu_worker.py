@@ -69,7 +69,9 @@ class Llm:
         runner = SimpleNamespace(requests={}, input_batch=None, sampler=sampler)
         worker = SimpleNamespace(get_model=lambda: self._model, model_runner=runner)
         blocks = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=(0, 0)), empty_kv_cache_blocks=None)
-        core = SimpleNamespace(scheduler=SimpleNamespace(update_from_output=None, kv_cache_manager=blocks))
+        scheduler = SimpleNamespace(update_from_output=None, kv_cache_manager=blocks, requests={}, max_model_len=0)
+        scheduler.scheduler_config = SimpleNamespace(async_scheduling=False)
+        core = SimpleNamespace(scheduler=scheduler)
         self.llm_engine = SimpleNamespace(
             model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)),
             is_sleeping=lambda: bool(self._asleep),

@@ -128,7 +128,7 @@ class ScriptedProcesses:
 class StepScorer:
     """Rewards in the rank; informative prompts get different ones. The component "step" is the function's step."""
 
-    is_concurrent = False
+    is_concurrent = takes_groups = False
 
     def finish(self, rollouts: Sequence[Rollout], steps: Sequence[int]) -> list[Rollout]:
         return [

@@ -162,7 +162,7 @@ _REFERENCE = "the reference model has the layout of the actor"
 _NO_REUSE = "there is no reuse of rollouts, which are made in every step"
 _ENGINE = "the engine decides"
 _TEXT = "prompts are text"
-_CLASSES = "verl's classes of tools and agent loops are not loaded; see docs/agents.md"
+_CLASSES = "there is no loader for verl's classes of tools and agent loops; see docs/agents.md"
 
 
 _ACTOR: dict[str, Alias] = trainable_names("actor") | {
@@ -281,7 +281,7 @@ _REF: dict[str, Alias] = {
 MODEL: dict[str, Alias] = {
     "path": Renamed("model.path"),
     "enable_gradient_checkpointing": Renamed("actor.recompute_granularity", CHECKPOINTING, closed=True),
-    "external_lib": Only((), "external_lib is not loaded; see algorithm.plugins and reward.function"),
+    "external_lib": Only((), "there is no loader for external_lib; see algorithm.plugins and reward.function"),
     "custom_chat_template": Only((), "there is no chat template but the tokenizer's own"),
     **lora_names("actor"),
     "use_shm": Ignored("weights are read by the ranks that need them"),
@@ -304,7 +304,7 @@ MODEL: dict[str, Alias] = {
 }
 
 _OWN_RANKS = "placement.reward_model names its ranks"
-_NO_MANAGER = "reward managers are not loaded; reward.workers computes rewards beside generation"
+_NO_MANAGER = "there is no loader for reward managers; reward.workers computes rewards beside generation"
 _MANAGERS = Only(("naive", "dapo", "prime", "gdpo"), _NO_MANAGER)
 _REWARD: dict[str, Alias] = {
     "reward_manager.name": _MANAGERS,
@@ -345,11 +345,13 @@ _DATA: dict[str, Alias] = {
     **each("image_key video_key audio_key image_patch_size return_multi_modal_inputs", Ignored(_TEXT)),
     **each(
         "custom_cls.path datagen.path",
-        Only((), "verl's data set classes are not loaded; name a function that returns rows in data.train_files"),
+        Only(
+            (), "there is no loader for verl's data set classes; name a function that returns rows in data.train_files"
+        ),
     ),
     "sampler.class_path": Only(
         (),
-        "verl's samplers are not loaded; name a function of (prompts, epoch) in data.shuffle",
+        "there is no loader for verl's samplers; name a function of (prompts, epoch) in data.shuffle",
     ),
     **each("custom_cls.name sampler.class_name datagen.name", Ignored("it belongs to a file that is given")),
 }

@@ -178,7 +178,7 @@ def test_values(override: str, name: str, expected: object) -> None:
         ("optim.lr_warmup_steps_ratio=1.5", "a share of the steps, below 1"),
         ("model.mtp.enable_train=true", "False: there is no training of the MTP layer in fine-tuning"),
         ("engine.qat.enable=true", "False: there is no quantization-aware training"),
-        ("data.custom_cls.path=x.py", "None: verl's data set classes are not loaded"),
+        ("data.custom_cls.path=x.py", "None: there is no loader for verl's data set classes"),
         ("data.multiturn.enable=false", "True: give prompts and responses by data.prompt_key"),
         ("data.max_length=1", "2 tokens or more"),
         ("engine.override_transformer_config.num_layers=4", "None: shapes come from config.json"),

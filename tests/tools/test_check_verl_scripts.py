@@ -63,7 +63,7 @@ def test_scripts_are_run_and_sorted(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "9 scripts, 5 of text on GPUs: 2 accepted, 2 refused, 1 with unknown names" in text
     table = text.partition("scripts, by missing capability:\n")[2].partition("\n\n")[0].splitlines()
     assert sorted(table) == [
-        "   1 loading of verl's classes of tools and agent loops",
+        "   1 loader for verl's classes of tools and agent loops",
         "   1 no capability: see the reason above",
     ]
     assert "   1 actor_rollout_ref.actor.new_name" in text and "'trtllm' is not known" in text

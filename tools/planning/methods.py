@@ -73,8 +73,9 @@ def _judge_method(
         except UserError as error:
             refusal = error.found
     else:
-        changed = [f"{key}={value}" for key, value in settings.items() if value != now[key]]
-        overrides = [f"{section}.{text}" for section in sections for text in changed] + fastest.choice.overrides(other)
+        changed = {key: value for key, value in settings.items() if value != now[key]}
+        pairs = ((section, key) for section in sections for key in _select(getattr(config, section), changed))
+        overrides = [f"{section}.{key}={changed[key]}" for section, key in pairs] + fastest.choice.overrides(other)
         overrides += ["reference.offload=false"] * stays
     return Method(name, settings, settings == now, overrides, len(candidates), fastest, refusal)
 
@@ -84,9 +85,14 @@ def _read_settings(config: RunConfig) -> dict[str, Any]:
     return {"lora.rank": actor.lora.rank, "quantization": actor.quantization, "zero_stage": actor.zero_stage}
 
 
+def _select(section: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Select the settings that a section has: a critic is not quantized."""
+    return {key: value for key, value in settings.items() if hasattr(section, key.partition(".")[0])}
+
+
 def _apply(section: Any, settings: dict[str, Any]) -> Any:
-    rank, rest = settings["lora.rank"], {key: value for key, value in settings.items() if key != "lora.rank"}
-    return replace(section, lora=replace(section.lora, rank=rank), **rest)
+    rest = _select(section, settings)
+    return replace(section, lora=replace(section.lora, rank=rest.pop("lora.rank")), **rest)
 
 
 def methods_to_dict(methods: list[Method]) -> list[dict[str, Any]]:
