@@ -5,7 +5,7 @@
     python tools/_rehearsal_table.py --plans [RECIPE ...]
 
 The first rehearses; existing reports, DIRECTORY/<recipe>.json, are reused. The second compares a recipe's planned
-seconds with those of the fastest layout that its planner finds.
+seconds with the fastest layout that its planner finds.
 """
 
 from __future__ import annotations

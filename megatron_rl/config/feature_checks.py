@@ -310,7 +310,7 @@ def _check_precision(config: CheckedConfig) -> None:
 
 
 def _check_further(config: CheckedConfig) -> None:
-    """Check the settings of further reward models, each of which has those of the section `reward_model`."""
+    """Check the settings of further reward models, which default to the section `reward_model`."""
     setting = "reward_model.further"
     for name, given in config.get(setting).items():
         section = FieldInfo(f"{setting}.{name}", RewardModelConfig, MISSING, "", "")

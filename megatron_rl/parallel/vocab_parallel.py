@@ -230,6 +230,8 @@ def compute_linear_logprobs_and_entropy(
         logprobs like `targets`, entropy [t]: bitwise equal on all ranks, differentiable in `hidden` (partial) and
         `weight`.
     """
+    if not torch.is_grad_enabled():  # inputs that require gradients would keep a single chunk's logits
+        hidden, weight = hidden.detach(), weight.detach()
     return _LinearLogprobs.apply(hidden, weight, targets, softmax, kept)
 
 

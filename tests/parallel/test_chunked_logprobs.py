@@ -234,3 +234,35 @@ def test_no_tensor_is_larger_than_the_logits_of_one_chunk(tp_size: int) -> None:
 
     for largest in run_ranks(run, tp_size, timeout=60):
         assert largest == [16 * 1024 // tp_size, 16 * 1024 // tp_size, 64 * 1024 // tp_size, 512 * 1024 // tp_size]
+
+
+class Clones(TorchDispatchMode):
+    """Counts copies of tensors with as many elements as the logits."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self.count, self._num_elements = 0, num_elements
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.clone.default and args[0].numel() == self._num_elements
+        return func(*args, **(kwargs or {}))
+
+
+def test_logits_of_a_single_chunk_are_kept_only_for_a_backward_pass() -> None:
+    """Without gradients the same log-probs need no copy of the logits, although weight and hidden require them."""
+    case = Case()
+
+    def run(rank: int, world_size: int) -> list[Any]:
+        hidden, weight, targets, *_ = case.make_inputs()
+        found = []
+        for has_grad in (True, False):
+            with torch.set_grad_enabled(has_grad), Clones(NUM_TOKENS * case.vocab_size) as clones:
+                logprobs, _ = compute_linear_logprobs_and_entropy(
+                    hidden.requires_grad_(), weight.requires_grad_(), targets, case.make_softmax(1000)
+                )
+            found.append((clones.count, logprobs.detach()))
+        return found
+
+    (((kept, expected), (dropped, logprobs)),) = run_ranks(run, 1, timeout=60)
+    assert (kept, dropped) == (1, 0)
+    assert torch.equal(logprobs, expected)

@@ -276,7 +276,7 @@ def test_expert_parallel_ranks_come_from_data_parallelism() -> None:
 def test_shards_have_replicas_in_other_groups(
     sizes: dict[str, int], shards: list[list[int]], replicas: list[list[int]]
 ) -> None:
-    """Of dense parameters and of experts; the groups of a name are disjoint, and those of all ranks alike."""
+    """Dense parameters and experts: groups of a name are disjoint, and every rank lists the same ones."""
     layout = ParallelLayout(8, **sizes)
     groups = [list_groups(layout, rank) for rank in range(8)]
     assert [groups[0][f"intra_{name}"] for name in ("dp_cp", "expt_dp")] == shards

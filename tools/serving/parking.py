@@ -149,7 +149,7 @@ def _put_moments(optimizer: Optimizer, moments: list[dict[str, torch.Tensor]]) -
 
 
 def start_adapters(policy: Policy, lora: Lora) -> None:
-    """Set the adapters to those of a new model; the optimizer's masters follow."""
+    """Initialize the adapters as for a new model; the optimizer's masters follow."""
 
     def draw(name: str, size: tuple[int, ...]) -> torch.Tensor | None:
         *_, module, half, _ = name.split(".")
@@ -161,7 +161,7 @@ def start_adapters(policy: Policy, lora: Lora) -> None:
 
 
 def read_export(policy: Policy, directory: str) -> None:
-    """Set the weights, or the adapters, to those of an export; the optimizer's masters follow."""
+    """Load the weights, or the adapters, of an export; the optimizer's masters follow."""
     model = policy.model
     if not Path(directory).is_dir():
         raise refuse(f"{directory} does not exist", "path", "a checkpoint's directory", "it was deleted: save again")

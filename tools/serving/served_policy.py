@@ -217,7 +217,7 @@ class ServedPolicy:
                 slots.keep(name)
 
     def _score_targets(self, jobs: Sequence[SampleJob]) -> dict[int, np.ndarray]:
-        """Compute the log-probs of given tokens along prompts with the model, as engines have those of sampled ones."""
+        """Compute the log-probs of given tokens along prompts in a forward pass of the model."""
         by_version: dict[str, list[int]] = {}
         for index, job in enumerate(jobs):
             if job.targets:

@@ -401,7 +401,7 @@ def list_requests(client: Client) -> list[tuple[str, bytes]]:
 
 @pytest.mark.slow
 def test_two_thousand_requests_over_a_bad_network_train_as_in_order(task: Path, tmp_path: Path) -> None:
-    """Each step's loss and gradient norm, and all weights and moments, equal those of a quiet client, bit for bit.
+    """A quiet client gets the same losses, gradient norms, weights and moments, bit for bit.
 
     Four threads send a client's requests out of order (within forty), repeated, cut off, or without reading answers.
     """
