@@ -39,12 +39,12 @@ def compute_linear_sum_pi_squared(
 
 
 def _summarize_squares(z: torch.Tensor) -> torch.Tensor:
-    """Return [3, t] of a shard's logits: m = max_v z_v; sum_v exp(z_v - m); sum_v exp(z_v - m)^2."""
+    """Return [3, t] of a shard's logits: m = max_v z_v; sum_v exp(z_v - m); sum_v exp(z_v - m)^2. Overwrites `z`."""
     if z.shape[1] == 0:
         return torch.stack([z.new_full((len(z),), torch.finfo(z.dtype).min), z.new_zeros(len(z)), z.new_zeros(len(z))])
     high = z.amax(-1)
-    exp_z = (z - high[:, None]).exp()
-    return torch.stack([high, exp_z.sum(-1), exp_z.square().sum(-1)])
+    exp_z = z.sub_(high[:, None]).exp_()
+    return torch.stack([high, exp_z.sum(-1), exp_z.square_().sum(-1)])
 
 
 @torch.no_grad()
@@ -74,13 +74,17 @@ def compute_linear_top_k(hidden: torch.Tensor, weight: torch.Tensor, k: int, sof
 
 
 def _summarize_top_k(z: torch.Tensor, k: int, shard: VocabShard) -> torch.Tensor:
-    """Return [2 + 2 k, t]: maximum m, sum of exp(z - m) without the k largest logits; their k ids, their k logits."""
+    """Return [2 + 2 k, t]: maximum m, sum of exp(z - m) without the k largest logits; their k ids, their k logits.
+
+    Overwrites `z`.
+    """
     summary = z.new_zeros(2 + 2 * k, len(z))
     summary[0] = summary[2 + k :] = torch.finfo(z.dtype).min
     if shard.width:
         width = min(k, shard.width)
         best, columns = z.topk(width, -1)
-        summary[0], summary[1] = best[:, 0], (z - best[:, :1]).exp().scatter(1, columns, 0.0).sum(-1)
+        summary[0] = best[:, 0]
+        summary[1] = z.sub_(best[:, :1]).exp_().scatter_(1, columns, 0.0).sum(-1)
         summary[2 : 2 + width], summary[2 + k : 2 + k + width] = (columns + shard.start).t(), best.t()
     return summary
 

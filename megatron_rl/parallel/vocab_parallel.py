@@ -312,15 +312,14 @@ def compute_linear_gradients(
         gradient = find_gradient(part).to(hidden.dtype)
         if of_hidden is not None:
             torch.mm(gradient, weight[:width], out=of_hidden[part])
-        if of_weight is None:
-            continue
-        if of_weight.dtype == hidden.dtype:
+        if of_weight is not None and of_weight.dtype == hidden.dtype:
             of_weight[:width].addmm_(gradient.t(), hidden[part])
-        elif has_gpu_memory(hidden):  # only a GPU adds 16-bit products in float32
+        elif of_weight is not None and has_gpu_memory(hidden):  # only a GPU adds 16-bit products in float32
             rows = of_weight[:width]
             torch.addmm(rows, gradient.t(), hidden[part], out_dtype=of_weight.dtype, out=rows)
-        else:
+        elif of_weight is not None:
             of_weight[:width].add_(gradient.t() @ hidden[part])
+        del gradient  # before the next chunk's logits are made
     return of_hidden, None if of_weight is None else of_weight.to(weight.dtype)
 
 

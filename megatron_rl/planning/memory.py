@@ -375,11 +375,18 @@ def compute_activation_bytes(job: Job, rank: int, role: RoleSpec, is_update: boo
         gpu = job.cluster.memory_bytes if fused else None
         chunk = config.logprob_chunk_tokens or choose_chunk_tokens(shape.vocab_size, layout.tp_size, gpu)
         chunk, hidden = min(chunk, rows), rows * h * itemsize
-        logits = chunk * columns * 2 * _FLOAT + hidden  # two float32 copies of a chunk's logits
-        if is_update:
-            logits += chunk * columns * itemsize + hidden  # their gradients
-        if is_update and job.adapters_of(role) is None:  # the output layer's gradient: chunks are summed in float32
-            logits += columns * h * (itemsize if chunk == rows else _FLOAT)
+        is_whole, algorithm = chunk == rows, job.config.algorithm
+        is_top_k = role in job.spec.teachers.values() and algorithm.distillation.kind == "top_k"
+        # Forward holds float32 logits and their exponentials, or the logits that they are made from; an update keeps a
+        # single chunk's logits besides.
+        logits = chunk * columns * (_FLOAT * (1 + (is_update and is_whole)) + (itemsize if is_top_k else _FLOAT))
+        if is_update:  # backward: two float32 copies, or one and its 16-bit gradient
+            is_plain = not (algorithm.entropy_coef or job.spec.teachers)
+            gradients = chunk * columns * (_FLOAT + (itemsize if is_plain else _FLOAT)) + hidden
+            if job.adapters_of(role) is None:  # the output layer's gradient: chunks are summed in float32
+                gradients += columns * h * (itemsize if is_whole else _FLOAT)
+            logits = max(logits, gradients)
+        logits += hidden
     if not is_update:
         transient = count_forward_elements(shape, layout, config.sequence_parallel) * tokens * itemsize
         return 0, int(transient), int(head) + logits
@@ -429,11 +436,13 @@ class GatheredElements:
         ends: embedding, last norm and output layer, gathered together.
         output: the output layer's part of `ends`.
         layers: per layer, elements gathered with the layer, and of experts gathered separately (else 0).
+        copies: of a layer's experts; 1 if no other rank has them, since FSDP then casts them without a buffer.
     """
 
     ends: int
     output: int
     layers: tuple[tuple[int, int], ...]
+    copies: int
 
 
 @lru_cache(maxsize=4096)
@@ -453,7 +462,8 @@ def count_gathered(shape: ModelShape, layout: ParallelLayout, rank: int) -> Gath
                 output += size if p.name.startswith(("output_layer.", "score.")) else 0
         layers += [(dense, experts) for dense, experts in found.values()]
     is_tied = not output and layout.coordinates(rank).pp == layout.pp_size - 1
-    return GatheredElements(ends, ends if is_tied else output, tuple(layers))
+    copies = min(2, places[True].count)
+    return GatheredElements(ends, ends if is_tied else output, tuple(layers), copies)
 
 
 def compute_gathered_bytes(
@@ -469,23 +479,24 @@ def compute_gathered_bytes(
     """
     size, found = DTYPE_BYTES[dtype], count_gathered(shape, layout, rank)
     ends, kinds = found.ends * size, {*found.layers}
-    forward = max(ends + max(2 * dense, dense + 2 * experts) * size for dense, experts in kinds)
+    forward = max(ends + max(2 * dense, dense + found.copies * experts) * size for dense, experts in kinds)
     start = 2 * ends + found.layers[0][0] * size
     if not is_update:
         return forward, ends, start
-    backward = max(_hold_backward(dense, experts, size) for dense, experts in kinds)
+    backward = max(_hold_backward(dense, experts, size, found.copies) for dense, experts in kinds)
     return max(forward, ends + found.output * size + backward), ends, start
 
 
-def _hold_backward(dense: int, experts: int, size: int) -> int:
+def _hold_backward(dense: int, experts: int, size: int, copies: int) -> int:
     """Return the peak bytes of gathered weights and float32 gradients in a layer's backward, between equal layers.
 
     Args:
         dense, experts: elements gathered with the layer, and of experts gathered separately.
         size: bytes per gathered element.
+        copies: of the experts.
     """
     reduced, reduced_experts = dense * _FLOAT, experts * _FLOAT
     dense, experts = dense * size, experts * size
     if experts:
-        return 2 * dense + max(2 * experts + reduced, experts + reduced_experts)
+        return 2 * dense + max(copies * experts + reduced, experts + reduced_experts)
     return 3 * dense + reduced

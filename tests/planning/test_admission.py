@@ -44,7 +44,7 @@ def test_dry_run_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     """Without the model's files its shape is still available, and the run would not start."""
     assert start(["--dry-run", "--world-size", "8", "--gpu-memory-gib", "80"], monkeypatch) == 2
     out, err = capsys.readouterr()
-    assert "planned memory: at most 74.4 of 80.0 GiB per GPU" in out and "the run would not start" in out
+    assert "planned memory: at most 73.8 of 80.0 GiB per GPU" in out and "the run would not start" in out
     assert "there is no directory models/Qwen2.5-7B-Instruct" in err
     assert start(["--dry-run", "--world-size", "8"], monkeypatch) == 2
     assert "planned memory" not in capsys.readouterr().out

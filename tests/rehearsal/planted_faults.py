@@ -74,7 +74,7 @@ FAULTS: dict[str, AbstractContextManager[Any]] = {
     "forgotten device": _around_loss(lambda logprobs: logprobs + torch.zeros(len(logprobs))),
     "second wait": _around_step(lambda actor: actor.optimizer.is_sound.tolist()),
     "leak": _around_step(_keep_one_percent),
-    "memory that nobody plans": _around_loss(lambda logprobs: torch.zeros(256 << 20, device=logprobs.device)),
+    "memory that nobody plans": _around_loss(lambda logprobs: torch.zeros(512 << 20, device=logprobs.device)),
     "bytes that nobody plans": _around_step(
         lambda actor: dist.all_reduce(torch.zeros(64 << 20, device=actor.model.device), group=actor.model.groups.dp)
     ),

@@ -37,7 +37,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     file = tmp_path_factory.mktemp("shape") / "config.json"
     shape = json.loads((ROOT / "launch/recipes/shapes/Qwen2.5-0.5B-Instruct.json").read_text())
     file.write_text(json.dumps(shape | {"num_hidden_layers": 4}))
-    settings = ["actor.tensor_model_parallel_size=2", "actor.sequence_parallel=true"]
+    settings = ["actor.tensor_model_parallel_size=2", "actor.sequence_parallel=true", "actor.step_mode=eager"]
     return [str(RECIPE), "--hf-config", str(file), "--nodes", "1", "--gpus-per-node", "4", *settings]
 
 
@@ -158,8 +158,8 @@ def _copy_recipe(name: str, directory: Path, num_layers: int) -> str:
 
 @pytest.mark.slow
 def test_experts_whose_ranks_share_all_weights_agree(tmp_path: Path) -> None:
-    """ZeRO-3 with expert parallelism: memory, and the bytes of every gather."""
-    recipe = _copy_recipe("qwen3_30b_a3b_zero3.yaml", tmp_path, 4)
+    """ZeRO-3 with expert parallelism, four layers a stage: memory, and the bytes of every gather."""
+    recipe = _copy_recipe("qwen3_30b_a3b_zero3.yaml", tmp_path, 8)
     found = _rehearse([recipe, "--nodes", "2", "--gpus-per-node", "8"], tmp_path / "found.json")
     assert found["problems"] == []
     assert {row["phase"] for row in found["memory"]} == {"switch", "log-probs", "actor update"}
@@ -171,6 +171,7 @@ def test_interleaved_pipeline_agrees(tmp_path: Path) -> None:
     """Both stages: memory, and the bytes of every link; with two stages one way is over the group of all ranks."""
     recipe = _copy_recipe("qwen2.5_0.5b_gsm8k.yaml", tmp_path, 8)
     settings = ["actor.pipeline_model_parallel_size=2", "actor.virtual_pipeline_model_parallel_size=2"]
+    settings.append("actor.step_mode=eager")
     found = _rehearse([recipe, "--nodes", "1", "--gpus-per-node", "4", *settings], tmp_path / "found.json", "all")
     assert found["problems"] == []
     for rank in found["ranks"]:
