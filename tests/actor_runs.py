@@ -28,7 +28,7 @@ from megatron_rl.training.roles.actor import Actor
 from megatron_rl.types import Branch
 from megatron_rl.weights.families import Head
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
-from megatron_rl.weights.packed_experts import split_huggingface_experts
+from megatron_rl.weights.packed_experts import name_expert, split_experts, split_huggingface_experts
 from megatron_rl.weights.shard_box import box_slices
 from tiny_models import VOCAB_SIZE, draw_tokens
 
@@ -150,6 +150,19 @@ def list_pieces(model: PackedModel) -> list[Piece]:
     return [
         (p.hf_name, box_slices(p.hf_box), model.params[p.param][box_slices(p.local_box)].to(model.dtype, copy=True))
         for p in model.placements(rank)
+    ]
+
+
+def list_gradients(model: PackedModel) -> list[Piece]:
+    """This rank's gradients in HF coordinates, clipped after a step; whole ones with zero_stage=0 or one data rank."""
+    at = model.groups.at
+    rank = model.groups.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
+    trained: dict[str, Any] = {name: p for name, p in model.stages.named_parameters() if p.requires_grad}
+    grads = split_experts({name: p.main_grad for name, p in trained.items()}, name_expert)
+    return [
+        (p.hf_name, box_slices(p.hf_box), grads[p.param][box_slices(p.local_box)].clone())
+        for p in model.placements(rank)
+        if p.param in grads
     ]
 
 

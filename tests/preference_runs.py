@@ -46,7 +46,8 @@ def list_steps(task: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _train(rank: int, world_size: int, overrides: Sequence[str]) -> None:
+def train_on_rank(rank: int, world_size: int, overrides: Sequence[str]) -> None:
+    """Run the program on a rank of `run_ranks`."""
     leave_out_curves()
     os.environ["WORLD_SIZE"] = str(world_size)
     train_preferences(load_config(None, overrides).config, None)
@@ -65,7 +66,7 @@ def learn(
         *("data.max_prompt_length=8", "data.max_response_length=8", "actor.max_tokens_per_microbatch=32"),
         *(f"trainer.run_dir={directory}/run", *extra),
     ]
-    run_ranks(_train, world_size, overrides, timeout=200)
+    run_ranks(train_on_rank, world_size, overrides, timeout=200)
     return read_records(directory / "run")
 
 

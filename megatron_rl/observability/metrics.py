@@ -27,6 +27,7 @@ from megatron_rl.types import UserError
 METRICS_FILE, ROLLOUTS, CONFIG_FILE = "metrics.jsonl", "rollouts", "config.yaml"
 VALIDATION = "validation"  # holds a folder of rollouts for each set
 MOST_CHARACTERS = 4000  # of a shown text; rollouts/ has all of it
+SAMPLE_FIELDS = ("label", "prompt", "response", "ground_truth", "reward", "finish_reason")
 NumberRecord = Mapping[str, int | float]
 Record = Mapping[str, float | None]  # as read back: null for non-finite numbers
 
@@ -209,8 +210,8 @@ def is_due(step: int, every: int) -> bool:
 def format_sample(row: Mapping[str, Any]) -> str:
     """Return a rollout in Markdown, with texts indented so that Markdown and HTML in them have no effect."""
     parts = []
-    for name in ("prompt", "response", "ground_truth", "reward", "finish_reason"):
-        lines = re.split(r"\r\n|\r|\n", shorten(str(row.get(name, ""))))
+    for name in (name for name in SAMPLE_FIELDS if row.get(name) is not None):
+        lines = re.split(r"\r\n|\r|\n", shorten(str(row[name])))
         parts += [name.replace("_", " "), "\n".join(f"    {line}" for line in lines)]
     return "\n\n".join(parts).encode("utf-8", "backslashreplace").decode()  # event files accept no lone surrogates
 

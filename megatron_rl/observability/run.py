@@ -211,10 +211,15 @@ class Run:
         if writing is not None:
             writing.result()
 
-    def write_validation(self, step: int, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write the responses of a validation set after a step."""
+    def write_validation(
+        self, step: int, name: str, rows: Iterable[Mapping[str, Any]], *, is_shown: bool = False
+    ) -> None:
+        """Write the responses of a validation set after a step; `is_shown`: pass the first ones to sinks."""
         if self.is_writer:
+            rows = list(rows)
             write_rows(self.dir / VALIDATION / name, step, rows)
+            for sink in self._sinks if is_shown else ():
+                sink.samples(step, rows[:_NUM_SAMPLES])
 
     def write_histograms(self, step: int, describe: Callable[[], Mapping[str, np.ndarray]]) -> None:
         """Pass `describe()` to the sinks every `histograms_every` steps; only on rank 0 with TensorBoard."""

@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_rl.observability.failures import Position
 from megatron_rl.observability.metric_table import find_metric
-from megatron_rl.observability.metrics import Record, Sink, replace_text, shorten, step_of
+from megatron_rl.observability.metrics import SAMPLE_FIELDS, Record, Sink, replace_text, shorten, step_of
 from megatron_rl.types import UserError
 
 _SCRIPTS = ("parts.js", "page.js")
@@ -40,7 +40,6 @@ _MOST_ALARMS = 20
 _LOOK_SECONDS = 1.0  # between two reads of the heartbeats, for any number of viewers
 _MOST_CONNECTIONS = 32
 _CONNECTION_SECONDS = 30.0
-_SAMPLE_FIELDS = ("prompt", "response", "ground_truth", "reward", "finish_reason")
 # Titles of the charts, in the order of the page; `chart` of a metric names one of them.
 CHARTS = (
     "reward", "loss", "validation accuracy", "seconds per step", "tokens per second", "KL to the reference", "entropy",
@@ -131,7 +130,7 @@ class StatusPage(Sink):
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replace the previous step's rollouts."""
         if rows:
-            texts = [{name: _text(row.get(name)) for name in _SAMPLE_FIELDS} for row in rows]
+            texts = [{k: _text(row[k]) for k in SAMPLE_FIELDS if row.get(k) is not None} for row in rows]
             self._samples = {"step": step, "rows": texts}
 
     def alarm(self, step: int, name: str, text: str) -> None:

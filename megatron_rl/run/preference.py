@@ -129,7 +129,7 @@ class PreferenceTrainer(SftTrainer):
                 found = describe_margins(_find_margins(part.examples, rewards))
                 metrics |= {f"validation/{name}/{metric}": value for metric, value in found.items()}
                 rows = _describe_rows(part.examples, rewards.tolist(), self.inputs.tokenizer.decode)
-                self.run.write_validation(step, name, rows)
+                self.run.write_validation(step, name, rows, is_shown=True)
         self.run.count(metrics)
         return step > 0 and self.run.is_best(metrics, trainer.best_metric)
 

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -331,18 +331,74 @@ def look_closer(page: Any) -> None:
     assert seen() == "0.5" and reward.locator(".at").text_content() == ""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
-    """The page follows the run, executes none of its texts, and shows when the server is gone."""
+def show_pairs(run: Run) -> None:
+    """Validate on two pairs."""
+    pairs = [("chosen", "3", 0.5), ("rejected", "4", -0.25), ("chosen", "5", 0.125), ("rejected", "6", 2.0)]
+    common = {"prompt": HOSTILE, "ground_truth": None, "finish_reason": "stop"}
+    rows = [{**common, "label": label, "response": text, "reward": reward} for label, text, reward in pairs]
+    run.write_validation(3, "pairs", iter(rows), is_shown=True)
+
+
+def test_only_validation_that_is_shown_replaces_the_samples(run: tuple[Run, str]) -> None:
+    with ExitStack() as stack:
+        learn(run[0], stack)
+        run[0].write_validation(2, "sums", [{"response": "not on the page"}])
+        assert json.loads(ask(run[1], "status.json")[2])["samples"]["rows"][0]["response"] == "2" + HOSTILE
+        show_pairs(run[0])
+    samples = json.loads(ask(run[1], "status.json")[2])["samples"]
+    assert samples["step"] == 3 and samples["rows"][1] == {
+        "label": "rejected",
+        "prompt": HOSTILE,
+        "response": "4",
+        "reward": "-0.25",
+        "finish_reason": "stop",
+    }
+    assert (run[0].dir / "validation/pairs/rollouts/step_3.jsonl").read_text().count("\n") == 4
+
+
+@contextmanager
+def open_browser() -> Iterator[Any]:
+    """Start Chromium, or skip the test."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     executable = next(filter(None, map(shutil.which, BROWSERS)), None)
     if executable is None:
         pytest.skip(f"no Chromium found: none of {', '.join(BROWSERS)} is on the PATH")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.mark.parametrize("width", [1600, 1100, 500])
+def test_pairs_are_side_by_side_in_a_browser(run: tuple[Run, str], width: int) -> None:
+    """Chosen left and rejected right, a pair in a row, at every width; no field without a value."""
+    show_pairs(run[0])
+    with open_browser() as browser:
+        page = browser.new_page(viewport={"width": width, "height": 800})
+        page.goto(run[1])
+        page.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
+        cards = page.locator("article").all()
+        boxes = [card.bounding_box() for card in cards]
+        assert [card.locator("p").text_content() for card in cards] == [
+            "chosen, reward 0.5, finish stop",
+            "rejected, reward -0.25, finish stop",
+            "chosen, reward 0.125, finish stop",
+            "rejected, reward 2.0, finish stop",
+        ]
+        assert [card.locator("h3").all_text_contents() for card in cards] == [["prompt", "response"]] * 4
+        assert [card.locator("pre").nth(1).text_content() for card in cards] == ["3", "4", "5", "6"]
+    tops, lefts = [box["y"] for box in boxes], [box["x"] for box in boxes]
+    assert tops[0] == tops[1] < tops[2] == tops[3] and lefts[0] == lefts[2] < lefts[1] == lefts[3]
+    assert lefts[0] + boxes[0]["width"] <= lefts[1] and lefts[1] + boxes[1]["width"] <= width
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
+    """The page follows the run, executes none of its texts, and shows when the server is gone."""
     stack = ExitStack()
     learn(run[0], stack)
     events: list[Any] = []
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+    with open_browser() as browser:
         page = browser.new_page(viewport={"width": 1100, "height": 800}, color_scheme=scheme)
         page.on("request", lambda request: events.append(request.url))
         page.on("pageerror", lambda error: events.append(str(error)))
@@ -380,4 +436,3 @@ def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
         assert page.locator("#steps-text").text_content() == "step 3 of 4"
         assert page.locator("article pre").nth(1).text_content() == "2" + HOSTILE
         assert page.evaluate("window.hacked") is None and len(events) == 1, "it asks for nothing"
-        browser.close()

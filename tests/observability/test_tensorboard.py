@@ -68,6 +68,11 @@ def test_samples_come_when_they_are_due(tmp_path: Path) -> None:
     assert "prompt\n\n    1+1=\n\nresponse\n\n    2\n\n" in text and "reward\n\n    0.5" in text
 
 
+def test_a_pair_is_labelled() -> None:
+    row = {"label": "chosen", "prompt": "1+1=", "response": "2", "ground_truth": None, "reward": 0.5}
+    assert format_sample(row) == "label\n\n    chosen\n\nprompt\n\n    1+1=\n\nresponse\n\n    2\n\nreward\n\n    0.5"
+
+
 @pytest.mark.parametrize(("step", "every", "due"), [(1, 10, True), (2, 10, False), (20, 10, True), (1, 0, False)])
 def test_due(step: int, every: int, due: bool) -> None:
     assert is_due(step, every) is due

@@ -8,7 +8,6 @@ tests/run/test_preference_vs_trl.py. Not covered: several features at once, whic
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from preference_runs import LAYOUTS, keep_compared, learn, list_pairs, read_weights, train_on_rank
 from storage_watch import measure_peak
 from transformers import AutoModelForSequenceClassification
 
@@ -27,52 +26,17 @@ from distributed import run_ranks
 from launch_runs import ROOT, assert_succeeded, fork_ranks, run_script
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.preference import train_preferences
 from megatron_rl.run.preference_inputs import plan_preferences
 from megatron_rl.types import UserError
-from rl_runs import leave_out_curves, load_nested, overrides_for, read_records
+from rl_runs import load_nested, overrides_for
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
-COMPARED = ("preference/", "policy/grad_norm", "validation/")
-
-
-def _train(rank: int, world_size: int, overrides: Sequence[str]) -> None:
-    leave_out_curves()
-    os.environ["WORLD_SIZE"] = str(world_size)
-    train_preferences(load_config(None, overrides).config, None)
-
-
-def _write_pairs(task: Path, directory: Path) -> Path:
-    """Write 16 pairs of uneven length: the sum, and a wrong one, a digit longer or shorter."""
-    rows = [json.loads(line) for line in (task / "train.jsonl").read_text().splitlines()]
-    pairs = [
-        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": str(i) * (1 + i % 3), "margin": 0.01 * i}
-        for i, row in enumerate(rows)
-    ]
-    file = directory / "pairs.jsonl"
-    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs if pair["chosen"] != pair["rejected"]))
-    return file
+PAGE = ROOT / "docs/preferences.md"
 
 
 def _learn(task: Path, directory: Path, world_size: int, *extra: str) -> list[dict[str, float]]:
-    directory.mkdir(exist_ok=True)
-    file = _write_pairs(task, directory)
-    overrides = [
-        *(f"model.path={task}/model", "model.dtype=float32", f"data.train_files=[{file}]"),
-        *(f"data.validation_files=[{file}]", "data.train_batch_size=6", "trainer.total_steps=3", "actor.lr=1e-3"),
-        *("data.max_prompt_length=8", "data.max_response_length=8", "actor.max_tokens_per_microbatch=32"),
-        *(f"trainer.run_dir={directory}/run", *extra),
-    ]
-    run_ranks(_train, world_size, overrides, timeout=200)
-    return [
-        {name: value for name, value in record.items() if name.startswith(COMPARED)}
-        for record in read_records(directory / "run")
-    ]
-
-
-def _weights(directory: Path) -> dict[str, torch.Tensor]:
-    (found,) = (directory / "run" / "checkpoints").glob("step_3/huggingface")
-    return load_file(found / "model.safetensors")
+    rows = [{**pair, "margin": 0.01 * i} for i, pair in enumerate(list_pairs(task))]
+    return keep_compared(learn(task, directory, rows, "data.train_batch_size=6", *extra, world_size=world_size))
 
 
 def _check_close(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
@@ -92,15 +56,6 @@ def one_rank(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         loss: _learn(task, tmp_path_factory.mktemp(loss), 1, f"preference.loss={loss}")
         for loss in ("dpo", "kto", "bradley_terry")
     }
-
-
-LAYOUTS = {
-    "tp2": "actor.tensor_model_parallel_size=2",
-    "pp2": "actor.pipeline_model_parallel_size=2",
-    "cp2": "actor.context_parallel_size=2",
-    "dp2": "actor.zero_stage=0",
-    "zero3": "actor.zero_stage=3",
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -129,7 +84,7 @@ def test_features_give_the_numbers_of_one_rank(loss: str, feature: str, task: Pa
     settings = [f"preference.loss={loss}", *(setting.format(task=task) for setting in settings)]
     one_rank = _learn(task, tmp_path / "one", 1, *settings)
     _check_close(_learn(task, tmp_path / "two", 2, *settings, layout), one_rank)
-    assert one_rank[-1]["validation/pairs/margin"] > 0
+    assert one_rank[-1]["validation/rows/margin"] > 0
 
 
 @pytest.mark.parametrize("setting", ["actor.share_prompts=false", "actor.max_tokens_per_microbatch=512"])
@@ -146,7 +101,7 @@ def test_what_is_learned(one_rank: dict[str, list[dict[str, float]]]) -> None:
         (accuracy,) = (name for name in first if name.endswith("accuracy"))
         assert first[accuracy] == 0.5 and last[accuracy] > 0.8
     first, _, _, last = one_rank["dpo"]
-    assert first["validation/pairs/margin"] == 0.0 < last["validation/pairs/margin"]
+    assert first["validation/rows/margin"] == 0.0 < last["validation/rows/margin"]
 
 
 def test_adapters_need_no_second_model(task: Path, tmp_path: Path) -> None:
@@ -158,7 +113,7 @@ def test_adapters_need_no_second_model(task: Path, tmp_path: Path) -> None:
         (copy / file.name).write_bytes(file.read_bytes())
     shared = _learn(task, tmp_path / "shared", 1, *adapters)
     assert shared == _learn(task, tmp_path / "frozen", 1, *adapters, f"reference.path={copy}")
-    assert shared[-1]["validation/pairs/margin"] > 0
+    assert shared[-1]["validation/rows/margin"] > 0
 
 
 def test_a_resumed_run_continues_bit_for_bit(task: Path, tmp_path: Path) -> None:
@@ -166,7 +121,7 @@ def test_a_resumed_run_continues_bit_for_bit(task: Path, tmp_path: Path) -> None
     _learn(task, tmp_path / "parts", 1, "trainer.total_steps=2", "checkpoint.resume=never")
     parts = _learn(task, tmp_path / "parts", 1)
     assert parts[-1] == whole[-1]
-    mine, theirs = _weights(tmp_path / "parts"), _weights(tmp_path / "whole")
+    mine, theirs = read_weights(tmp_path / "parts"), read_weights(tmp_path / "whole")
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
@@ -177,13 +132,13 @@ def test_a_reward_model_is_exported_for_transformers(task: Path, tmp_path: Path)
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
     assert model.config.num_labels == 1
     config = load_config(
-        None, [f"model.path={task}/model", f"data.train_files=[{tmp_path}/pairs.jsonl]", "data.train_batch_size=6"]
+        None, [f"model.path={task}/model", f"data.train_files=[{tmp_path}/rows.jsonl]", "data.train_batch_size=6"]
     ).config
     from megatron_rl.data.preference_rows import load_preferences
     from megatron_rl.data.tokenizer import load_tokenizer
 
     examples = load_preferences(
-        [f"{tmp_path}/pairs.jsonl"], load_tokenizer(task / "model"), config.data, is_paired=True
+        [f"{tmp_path}/rows.jsonl"], load_tokenizer(task / "model"), config.data, is_paired=True
     ).examples
     margins = []
     for example in examples:
@@ -193,7 +148,33 @@ def test_a_reward_model_is_exported_for_transformers(task: Path, tmp_path: Path)
             hidden = model.model(tokens).last_hidden_state[0, -1]
             scores.append(model.score(hidden).item())
         margins.append(scores[0] - scores[1])
-    assert records[-1]["validation/pairs/margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4, abs=1e-6)
+    assert records[-1]["validation/rows/margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4, abs=1e-6)
+
+
+def test_the_own_loss_of_the_page_runs(task: Path, tmp_path: Path) -> None:
+    (program,) = re.findall(r"```python\n(from torch.nn.functional.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "hinge.py").write_text(program)
+    plugin = f"algorithm.plugins=[{tmp_path}/hinge.py]"
+    first, *_, last = _learn(task, tmp_path, 1, "preference.loss=hinge", "data.shuffle=false", plugin)[1:]
+    margins = [0.01 * i for i in range(6)]
+    assert first["preference/loss"] == pytest.approx(1 + sum(margins) / 6, abs=1e-6) and first["policy/grad_norm"] > 0
+    assert last["preference/margin"] > 0
+
+
+def test_the_status_page_shows_validation_pairs(task: Path, tmp_path: Path) -> None:
+    """The first two of the last validation, with the rewards that the viewer reads."""
+    _learn(task, tmp_path, 1, "observability.status_port=0", "observability.tensorboard=false")
+    page = (tmp_path / "run/status.html").read_text()
+    (data,) = re.findall(r'<script type="application/json" id="frozen">(.*?)</script>', page)
+    samples = json.loads(data)["samples"]
+    rows = [json.loads(x) for x in (tmp_path / "run/validation/rows/rollouts/step_3.jsonl").read_text().splitlines()]
+    assert samples["step"] == 3
+    assert [(row["label"], row["prompt"], row["response"], float(row["reward"])) for row in samples["rows"]] == [
+        (row["label"], row["prompt"], row["response"], row["reward"]) for row in rows[:4]
+    ]
+    assert [row["label"] for row in samples["rows"]] == ["chosen", "rejected"] * 2
+    better, worse = (float(row["reward"]) for row in samples["rows"][:2])
+    assert better - worse == rows[0]["reward_components"]["margin"] != 0
 
 
 def _measure_update(rank: int, world_size: int, overrides: Sequence[str]) -> int:
@@ -209,7 +190,7 @@ def _measure_update(rank: int, world_size: int, overrides: Sequence[str]) -> int
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preference_module, "PreferenceTrainer", Watched)
-        _train(rank, world_size, overrides)
+        train_on_rank(rank, world_size, overrides)
     return peaks[0]
 
 
@@ -267,7 +248,7 @@ def test_the_plan_counts_both_responses(task: Path) -> None:
 
 def test_the_online_loop_of_the_page_runs(task: Path, tmp_path: Path, vllm_imported: None) -> None:
     """Its weights are the derivatives of the loss, which tests/algorithms/test_preference_losses.py checks."""
-    (program,) = re.findall(r"```python\n(# online_dpo.*?)```", (ROOT / "docs/preferences.md").read_text(), re.DOTALL)
+    (program,) = re.findall(r"```python\n(# online_dpo.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "online_dpo.py").write_text(program)
     recipe = tmp_path / "recipe.yaml"
     settings = ["algorithm.kl_coef=0.1", "data.validation_files=[]", "actor.lr=1e-2", "preference.beta=0.5"]

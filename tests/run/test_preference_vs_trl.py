@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preference learning against TRL's trainers: the same model, rows and optimizer; losses and weights of three updates.
+"""Preference learning against TRL's trainers: the same model, rows and optimizer; losses, gradients and weights.
+
+All three are of three updates. Gradients are compared as the optimizer gets them, clipped from norms of 1.7 to 27 to
+a norm of 1, so the norms before clipping are compared, too.
 
 Adam's epsilon is 1e-3 on both sides. With 1e-8 a weight whose gradient is rounding alone moves by a full step, and
 TRL's weights with eager attention differ by up to 3e-6 from its own with sdpa, as far as these do; with 1e-4 by 4e-7.
@@ -12,7 +15,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,14 @@ from typing import Any
 import pytest
 import torch
 from chat_templates import write_chat_tokenizer
+from preference_runs import read_weights, train_on_rank
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
+import megatron_rl.run.preference as preference_module
+from actor_runs import Piece, list_gradients, merge_weights
 from distributed import run_ranks
-from megatron_rl.run.loading import load_config
-from megatron_rl.run.preference import train_preferences
-from rl_runs import leave_out_curves, read_records
+from rl_runs import read_records
 from tiny_models import save_tiny_model
 
 pytest.importorskip("trl")
@@ -79,13 +82,37 @@ CASES: dict[str, tuple[list[dict[str, Any]], str, str, dict[str, Any], list[str]
 }
 
 
-def _train(rank: int, world_size: int, overrides: Sequence[str]) -> None:
-    leave_out_curves()
-    os.environ["WORLD_SIZE"] = str(world_size)
-    train_preferences(load_config(None, overrides).config, None)
+def _train(rank: int, world_size: int, overrides: Sequence[str]) -> list[list[Piece]]:
+    """Return the gradients of each update."""
+    found: list[list[Piece]] = []
+
+    class Watched(preference_module.PreferenceTrainer):
+        def update(self, examples: Any) -> Any:
+            samples = super().update(examples)
+            found.append(list_gradients(self.actor.model))
+            return samples
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preference_module, "PreferenceTrainer", Watched)
+        train_on_rank(rank, world_size, overrides)
+    return found
 
 
-def _train_with_trl(loss: str, model_dir: Path, output: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+class _Watcher(TrainerCallback):
+    """Transformers calls it after clipping."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
+        named = model.named_parameters()
+        self.gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+
+
+def _train_with_trl(
+    loss: str, model_dir: Path, output: Path
+) -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Return the log and the gradients of each update, and the last weights."""
     from datasets import Dataset
 
     rows, module, name, settings, _ = CASES[loss]
@@ -119,13 +146,14 @@ def _train_with_trl(loss: str, model_dir: Path, output: Path) -> tuple[list[floa
     trainer = getattr(library, f"{name}Trainer")(
         model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
     )
+    trainer.add_callback(watcher := _Watcher())
     trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return losses, {key: value.detach() for key, value in model.state_dict().items()}
+    log = [row for row in trainer.state.log_history if "loss" in row]
+    return log, watcher.gradients, {key: value.detach() for key, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("loss", CASES)
-def test_losses_and_weights_are_those_of_trl(loss: str, tmp_path: Path) -> None:
+def test_losses_gradients_and_weights_are_those_of_trl(loss: str, tmp_path: Path) -> None:
     model, rows, extra = tmp_path / "model", CASES[loss][0], CASES[loss][-1]
     save_tiny_model(model, "qwen2", vocab_size=512, num_hidden_layers=2)
     write_chat_tokenizer(model, "qwen2.5")
@@ -143,12 +171,19 @@ def test_losses_and_weights_are_those_of_trl(loss: str, tmp_path: Path) -> None:
         *("actor.max_tokens_per_microbatch=200", "trainer.total_steps=3"),
         *(f"trainer.run_dir={tmp_path}/run", f"preference.loss={loss}", *extra),
     ]
-    run_ranks(_train, 1, overrides, timeout=200)
-    losses, weights = _train_with_trl(loss, model, tmp_path / "trl")
-    ours = [record["preference/loss"] for record in read_records(tmp_path / "run") if record["step"]]
-    assert ours == pytest.approx(losses, rel=2e-6, abs=1e-6)
-    (directory,) = (tmp_path / "run" / "checkpoints").glob("step_3/huggingface")
-    found, start = load_file(directory / "model.safetensors"), load_file(model / "model.safetensors")
+    (gradients,) = run_ranks(_train, 1, overrides, timeout=200)
+    log, expected, weights = _train_with_trl(loss, model, tmp_path / "trl")
+    records = [record for record in read_records(tmp_path / "run") if record["step"]]
+    for mine, theirs in (("preference/loss", "loss"), ("policy/grad_norm", "grad_norm")):
+        assert [x[mine] for x in records] == pytest.approx([x[theirs] for x in log], rel=2e-6, abs=1e-6)
+    head = "score" if loss == "bradley_terry" else "lm"
+    for pieces, theirs in zip(gradients, expected, strict=True):
+        mine = merge_weights([pieces], model, head)
+        assert mine.keys() == theirs.keys()
+        gaps = {name: float((mine[name] - x).abs().max()) for name, x in theirs.items()}
+        assert max(gaps.values()) < 1e-6, gaps  # seen: 1.7e-7
+        assert min(float(x.abs().max()) for x in theirs.values()) > 1e-4, "so that no tensor is equal by being zero"
+    found, start = read_weights(tmp_path), load_file(model / "model.safetensors")
     moved = torch.cat([(found[name] - start[name]).abs().flatten() for name in start])
     assert moved.mean() > 3e-4, "of at most 3e-3"
     assert max(float((found[name] - weights[name]).abs().max()) for name in found) < 1e-6

@@ -16,15 +16,21 @@ import torch
 from role_setups import take_step
 from transformers import AutoModelForCausalLM
 
-from actor_runs import ALGORITHM, Case, build_actor, build_batch, merge_weights, train_with_transformers
+from actor_runs import (
+    ALGORITHM,
+    Case,
+    build_actor,
+    build_batch,
+    list_gradients,
+    merge_weights,
+    train_with_transformers,
+)
 from distributed import run_ranks
-from megatron_rl.models.experts import list_matrices
 from megatron_rl.run.inputs import read_rl_inputs
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.packed_experts import split_huggingface_experts
-from megatron_rl.weights.shard_box import box_slices
 from rl_runs import overrides_for
 from tiny_models import save_tiny_model
 
@@ -75,13 +81,7 @@ def _collect(rank: int, world_size: int, case: Case, path: Path) -> list[Any]:
     actor = build_actor(case, path)
     batch = build_batch(actor.model, case)
     take_step(actor, replace(batch, old_logprobs=actor.compute_logprobs(batch)), ALGORITHM)
-    gradients = list_matrices(actor.model.stages, lambda p: p.main_grad)
-    at = actor.model.groups.at
-    layout = actor.model.groups.layout
-    return [
-        (p.hf_name, box_slices(p.hf_box), gradients[p.param][box_slices(p.local_box)].clone())
-        for p in actor.model.placements(layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp))
-    ]
+    return list_gradients(actor.model)
 
 
 # Another family is trained in the same layout, or a layout that has the same beside another, in the default tier.

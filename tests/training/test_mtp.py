@@ -25,6 +25,7 @@ from actor_runs import (
     Case,
     build_actor,
     build_batch,
+    list_gradients,
     list_pieces,
 )
 from distributed import run_ranks
@@ -32,8 +33,7 @@ from megatron_rl.parallel.collectives import world
 from megatron_rl.samples.batch import MicrobatchSlice, TrainBatch
 from megatron_rl.training.roles.mtp import Mtp, _compute_loss, find_successors, shift_targets
 from megatron_rl.weights.model_config import load_model_shape
-from megatron_rl.weights.packed_experts import name_expert, split_experts, split_huggingface_experts
-from megatron_rl.weights.shard_box import box_slices
+from megatron_rl.weights.packed_experts import split_huggingface_experts
 from tiny_models import draw_tokens
 
 SP: dict[str, Any] = dict(sequence_parallel=True)
@@ -60,14 +60,7 @@ def _measure(rank: int, world_size: int, case: Case, path: Path) -> Any:
     metrics = take_step(actor, batch, ALGORITHM)
     pieces: list[Any] = []
     if isinstance(actor.mtp, Mtp):
-        model = actor.mtp.model
-        trained: dict[str, Any] = {n: p for n, p in model.stages.named_parameters() if p.requires_grad}
-        grads = split_experts({name: p.main_grad for name, p in trained.items()}, name_expert)
-        pieces = [
-            (p.hf_name, box_slices(p.hf_box), grads[p.param][box_slices(p.local_box)].clone())
-            for p in model.placements(rank)
-            if p.param in grads
-        ]
+        pieces = list_gradients(actor.mtp.model)
     return metrics, pieces, list_pieces(actor.model)
 
 

@@ -20,14 +20,14 @@ from actor_runs import (
     Case,
     build_actor,
     build_batch,
+    list_gradients,
     merge_weights,
     score_with_transformers,
 )
 from distributed import run_ranks
 from megatron_rl.training.given_losses import sft
 from megatron_rl.weights.model_config import load_model_shape
-from megatron_rl.weights.packed_experts import name_expert, split_experts, split_huggingface_experts
-from megatron_rl.weights.shard_box import box_slices
+from megatron_rl.weights.packed_experts import split_huggingface_experts
 from tiny_models import save_tiny_model
 
 SP: dict[str, Any] = dict(sequence_parallel=True)
@@ -68,10 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
 def _measure(rank: int, world_size: int, case: Case, path: Path) -> Any:
     actor = build_actor(case, path)
     take_step(actor, build_batch(actor.model, case), sft)
-    trained: dict[str, Any] = dict(actor.model.stages.named_parameters())
-    grads = split_experts({name: p.main_grad for name, p in trained.items()}, name_expert)
-    placements = actor.model.placements(rank)
-    return [(p.hf_name, box_slices(p.hf_box), grads[p.param][box_slices(p.local_box)].clone()) for p in placements]
+    return list_gradients(actor.model)
 
 
 COVERED = {"tp2-sp", "ep2", "cp2"}  # by the layouts that combine them with another

@@ -134,9 +134,10 @@ function rank(entry) {
 }
 
 function sample(row) {
-  const card = make("article", {}, make("p", {}, "reward ", make("b", {}, row.reward), `, finish ${row.finish_reason}`));
+  const title = row.label ? `${row.label}, reward ` : "reward ";
+  const card = make("article", {}, make("p", {}, title, make("b", {}, row.reward), `, finish ${row.finish_reason}`));
   for (const name of ["prompt", "response", "ground_truth"]) {
-    card.append(make("h3", {}, name.replace("_", " ")), make("pre", {}, row[name]));
+    if (name in row) card.append(make("h3", {}, name.replace("_", " ")), make("pre", {}, row[name]));
   }
   return card;
 }
@@ -188,6 +189,7 @@ function showSamples(samples) { // only when they change: a reader may be scroll
   samplesShown = samples.step;
   byId("samples-section").hidden = !samples.rows.length;
   byId("samples-step").textContent = String(samples.step);
+  byId("samples").className = samples.rows.some((row) => row.label) ? "pairs" : "";
   byId("samples").replaceChildren(...samples.rows.map(sample));
 }
 
