@@ -246,9 +246,15 @@ def test_the_plan_counts_both_responses(task: Path) -> None:
     assert SftPlan.build(config, 1, 16).rollouts_per_minibatch == 4
 
 
-def test_the_online_loop_of_the_page_runs(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+@pytest.mark.parametrize("is_rejection", [False, True], ids=["DPO", "rejection sampling"])
+def test_the_online_loop_of_the_page_runs(is_rejection: bool, task: Path, tmp_path: Path, vllm_imported: None) -> None:
     """Its weights are the derivatives of the loss, which tests/algorithms/test_preference_losses.py checks."""
     (program,) = re.findall(r"```python\n(# online_dpo.*?)```", PAGE.read_text(), re.DOTALL)
+    if is_rejection:
+        (weights,) = re.findall(r"with `(weights\[.*?)` and nothing else", PAGE.read_text())
+        zeros = "    weights = np.zeros_like(rewards)\n"
+        program, count = re.subn(r" +gap = .*?-= pull\n", f"{zeros}    {weights}\n", program, flags=re.DOTALL)
+        assert count == 1
     (tmp_path / "online_dpo.py").write_text(program)
     recipe = tmp_path / "recipe.yaml"
     settings = ["algorithm.kl_coef=0.1", "data.validation_files=[]", "actor.lr=1e-2", "preference.beta=0.5"]
