@@ -49,7 +49,7 @@ NOT_ALONE = re.compile(
     r".*(path|_parallel_size|_key|_files|_length|batch_size|zero_stage)$|model\.|placement\.|layout\.|teachers\."
     r"|rollout\.(engine|server|kv_cache|gpu_|engine_options|n$)|schedule\.(replay|max_staleness)|algorithm\.plugins"
     r"|agents\.(environment|program|tools)|reward\.(function|rule|components|service|timeout)|data\.weights"
-    r"|trainer\.(run_dir|total|debug|breakpoint|profile|collective|capture|best)|observability\.(wandb|status)"
+    r"|trainer\.(run_dir|total|debug|profile|collective|capture|best)|observability\.(wandb|status)"
     r"|checkpoint\.resume|.*memory_gib|.*worker_secrets"
 )
 ESTIMATORS = (
@@ -168,7 +168,7 @@ def _draw_training(rng: random.Random, section: str, world: int, has_experts: bo
     if rng.random() < 0.2:
         found[f"{section}.lora.rank"] = rng.choice((2, 4))
         if rng.random() < 0.3:
-            found[f"{section}.quantization"] = "nf4"
+            found |= {"actor.quantization": "nf4"} if section == "actor" else {}
         elif rng.random() < 0.3 and section == "actor":
             found["hybrid.lora"] = "adapter"
     if rng.random() < 0.15:
