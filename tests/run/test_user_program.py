@@ -10,7 +10,7 @@ import asyncio
 import os
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -448,7 +448,7 @@ def test_a_first_step_without_a_signal_is_explained(
 def test_episodes_without_room_for_a_reply_are_explained() -> None:
     """Then the rule has read nothing, and what it wants is not the reason; a truth that is not there is not shown."""
     metrics = {"reward/uninformative_groups": 1.0, "reward/unmarked_answers": 1.0, "agents/turns": 0.0}
-    shown = [make_rollout("", "")]
+    shown = [replace(make_rollout("", ""), reward=0.0)]
     plan = build_reward_plan(RewardConfig(), 8)
     text = explain_silence(Headers([0.0] * 4, 2), metrics, lambda: [(one, {}) for one in shown], plan)
     first, quote = text.splitlines()
