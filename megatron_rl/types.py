@@ -32,6 +32,10 @@ class UserError(ValueError):
         self.found, self.source, self.expected, self.hint = found, source, expected, hint
         super().__init__(f"{found}\n  source:   {source}\n  expected: {expected}\n  hint:     {hint}")
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows instead of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with all parts, to be sent between ranks."""
         return partial(UserError, source=self.source, expected=self.expected, hint=self.hint), (self.found,)

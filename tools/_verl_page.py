@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_rl.compat import sft_names
+from megatron_rl.compat import sft_names, trl
 from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs
 from megatron_rl.compat.name_groups import GROUPS
 from megatron_rl.compat.name_tables import ALIASES, PATTERNS
@@ -41,6 +41,12 @@ only this program has (`actor`, `schedule`, ...), and names the policy by verl's
 
 | verl | default | |
 |---|---|---|
+"""
+_TRL = """
+### Of TRL and ms-swift
+
+| name | why |
+|---|---|
 """
 _SFT = """
 ## Fine-tuning
@@ -103,6 +109,7 @@ def format_page() -> str:
             assert isinstance(alias, Ignored)
             ignored.append((f"`{name}`", alias.reason))
     ignored += [(f"`{name}`", alias.reason) for name, alias in PATTERNS.items() if isinstance(alias, Ignored)]
+    of_trl = [(f"`{name}`", alias.reason) for name, alias in sorted(trl.ALIASES.items()) if isinstance(alias, Ignored)]
     accepted += [(f"`{name}`", "`null`", alias.reason) for name, alias in PATTERNS.items() if isinstance(alias, Only)]
     defaults = [(f"`{name}`", f"`{render(value)}`", "") for name, value in DEFAULTS.items()]
     defaults += [(f"`{name}`", f"`{render(value)}`", "but with Megatron") for name, value in OF_FSDP.items()]
@@ -123,6 +130,8 @@ def format_page() -> str:
         + _rows(accepted)
         + _IGNORED
         + _rows(ignored)
+        + _TRL
+        + _rows(of_trl)
         + _SFT
         + _rows(_list_sft_names())
         + _SFT_DEFAULTS

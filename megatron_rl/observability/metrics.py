@@ -357,10 +357,11 @@ def find_best_responses(run_dir: Path) -> tuple[int, list[dict[str, Any]]]:
 
 def format_response(row: Mapping[str, Any]) -> str:
     """Return a row of `find_best_responses` as one line, with escapes and without the middle of a long response."""
-    truth, response = (repr(row[name]) for name in ("ground_truth", "response"))
+    response, truth = repr(row["response"]), row["ground_truth"]
+    shown = f", ground truth {repr(truth)[:_BEGINNING]}" if truth else ""
     if len(response) > _BEGINNING + _END:
         response = f"{response[:_BEGINNING]} ... {response[-_END:]}"
-    return f"reward {row['reward']:.4g}, ground truth {truth[:_BEGINNING]}, response {response}"
+    return f"reward {row['reward']:.4g}{shown}, response {response}"
 
 
 def phase_seconds(record: Record) -> dict[str, float]:

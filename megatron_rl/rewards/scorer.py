@@ -208,8 +208,8 @@ def _parse_component(text: str, setting: str) -> tuple[float, str]:
     return value, target.strip()
 
 
-def check_truths(plan: RewardPlan, prompts: Sequence[Prompt]) -> list[str]:
-    """Return notes on ground truths that can be compared as text only.
+def check_truths(plan: RewardPlan, prompts: Sequence[Prompt], has_episodes: bool = False) -> list[str]:
+    """Return notes on ground truths that can be compared as text only, not on an environment's blank ones.
 
     Raises:
         UserError: a data set has no scorer in the rule by_data_source, a ground truth is not text for a rule that
@@ -243,7 +243,7 @@ def check_truths(plan: RewardPlan, prompts: Sequence[Prompt]) -> list[str]:
         (prompt, truth)
         for prompt in prompts
         for truth in list_truths(prompt.ground_truth)
-        if not is_readable(extract_answer(truth) or truth.strip())
+        if (truth.strip() or not has_episodes) and not is_readable(extract_answer(truth) or truth.strip())
     ]
     if not unread:
         return []

@@ -26,6 +26,7 @@ _MARK = (
     "the last expression"
 )
 _HARD = "Read the responses: the prompts are too hard, or the reward does not read what they say"
+_ROOM = "Raise data.max_response_length: all that follows the prompt counts, such as a game's rules"
 _EASY = "The prompts are too easy, or the reward accepts everything"
 _GROUPS = "Prompts are too easy or too hard: filter them by pass rate, or set algorithm.dynamic_sampling"
 
@@ -37,7 +38,7 @@ def explain_silence(
 
     Args:
         rollouts: headers of all rollouts.
-        metrics: of `describe_rollouts`.
+        metrics: of `describe_rollouts` and `describe_episodes`.
         fetch: returns decoded rollouts to quote, on rank 0; collective.
     """
     rewards, size = rollouts["reward"][rollouts.has_reward], int(rollouts["sample_index"].max()) + 1
@@ -50,7 +51,10 @@ def explain_silence(
     elif size > 1 and metrics["reward/uninformative_groups"] == 1:
         found.append("the responses to each prompt have equal rewards, which teach nothing")
         advice = _GROUPS
-    if metrics.get(f"reward/{UNMARKED}") == 1 and plan.config.answer == "marked":
+    if metrics.get("agents/turns") == 0:
+        found.append("no episode has a reply, as the first observation leaves no room for one")
+        advice = _ROOM
+    elif metrics.get(f"reward/{UNMARKED}") == 1 and plan.config.answer == "marked":
         found.append(r"no response marks its answer by \boxed{} or ####")
         advice = _MARK
     if not found:
@@ -64,7 +68,5 @@ def _quote(rollout: Rollout, plan: RewardPlan) -> str:
     if any(isinstance(source.function, Rule) and source.target != "exact" for source in plan.sources):
         answer = extract_answer(rollout.response, prompt.data_source)
         reads = f", extracted {'nothing' if answer is None else shorten(repr(answer))}"
-    return (
-        f"  response {shorten(repr(rollout.response))} (reward {rollout.reward:g}), "
-        f"ground truth {shorten(repr(prompt.ground_truth))}{reads}"
-    )
+    truth = f", ground truth {shorten(repr(prompt.ground_truth))}" if prompt.ground_truth else ""
+    return f"  response {shorten(repr(rollout.response))} (reward {rollout.reward:g}){truth}{reads}"

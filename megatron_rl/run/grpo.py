@@ -158,8 +158,8 @@ class Trainer(Session):
         """Add a step's metrics to the run's record and write some of its rollouts to the log; collective."""
         headers = samples.headers
         reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
-        found = describe_rollouts(headers)
-        self.run.count(found | samples.metrics | samples.pack(self.policy.packer).metrics)
+        found = describe_rollouts(headers) | samples.metrics
+        self.run.count(found | samples.pack(self.policy.packer).metrics)
         if step == 1:
             from megatron_rl.rewards.silence import explain_silence
 

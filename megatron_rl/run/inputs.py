@@ -151,7 +151,7 @@ def read_prompts(
     check_mixture(data, train)
     choose_teachers(config, train.prompts)
     prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
-    notes += check_truths(reward_plan, prompts)
+    notes += check_truths(reward_plan, prompts, has_episodes)
     if has_episodes:
         notes += check_episodes(config, tokenizer, train)
     return train, validation, notes

@@ -126,7 +126,7 @@ def read_program(
         program.override(name, value)
     _take_data(program)
     loaded = load_config(program.config, [*program.overrides, f"model.path={os.fspath(model)}"])
-    for note in [*program.notes, *loaded.notes]:
+    for note in [*program.notes, *loaded.notes] if os.environ.get("RANK", "0") == "0" else ():
         warnings.warn(note, stacklevel=4)  # the program's line
     return loaded.config, program.config if isinstance(program.config, Path) else None, Parts(**program.parts)
 

@@ -130,7 +130,7 @@ class Experience:
         rewards, tokens = self.headers.rollouts["reward"], int(self.headers.num_response_tokens.sum())
         return (
             f"<{len(rewards)} samples of {len(self.prompts)} prompts: {tokens} response tokens, mean reward "
-            f"{rewards.mean():.4g}; columns: {', '.join(self.columns) or 'none yet'}>"
+            f"{rewards.mean():.4g}; texts: fetch_rollouts; columns: {', '.join(self.columns) or 'none yet'}>"
         )
 
     def pack(self, packer: Packer) -> Packing:

@@ -7,6 +7,7 @@ The default tier has small modules in the packages' places; `pip install textare
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from types import SimpleNamespace
 
@@ -78,6 +79,19 @@ def test_gem_rewards_each_turn(monkeypatch):
     assert environment.reset(TASK) == Observation([{"role": "user", "content": "Say 3.\nEnter."}])
     assert say(environment, "5") == Observation([{"role": "user", "content": "No.\nAgain."}], 0.5)
     assert say(environment, "stop") == Done(0.5)
+
+
+def test_a_package_that_configures_the_log_leaves_the_run_s_alone(monkeypatch):
+    """As gem does when it is imported; megatron-core's messages of level INFO would be printed."""
+    handlers, level = [*logging.root.handlers], logging.root.level
+
+    def play():
+        logging.basicConfig(level=logging.INFO, force=True)
+        return Gem()
+
+    monkeypatch.setitem(sys.modules, "gem", make(play))
+    find_environment("gem:Say-v0")
+    assert (logging.root.handlers, logging.root.level) == (handlers, level)
 
 
 def test_a_task_of_reasoning_gym_is_made_from_the_seed(monkeypatch):

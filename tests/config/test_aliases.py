@@ -187,6 +187,9 @@ def test_a_command_in_verls_names_has_verls_defaults() -> None:
         and "rollout.n=1" in note
         and "kl_coef" not in note
     )
+    assert "reward.rule=by_data_source" in note
+    (note,) = load_config(None, [*VERL, "reward.custom_reward_function.path=mine.py"]).notes
+    assert "reward.rule" not in note, "the function takes precedence"
     megatron = load_config(None, [*VERL, "model_engine=megatron"]).config
     assert megatron.actor.recompute_granularity == "none", "verl's switch belongs to FSDP"
 

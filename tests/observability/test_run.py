@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.schema import ObservabilityConfig
-from megatron_rl.observability.metrics import write_summary
+from megatron_rl.observability.metrics import format_response, write_summary
 from megatron_rl.observability.progress import log_path
 from megatron_rl.observability.run import Run
 
@@ -132,6 +132,11 @@ def test_the_end_shows_the_best_responses_of_the_last_step(tmp_path: Path, capsy
     found = json.loads((tmp_path / "summary.json").read_text())["best_responses"]
     assert [(row["step"], row["prompt_id"], row["sample_index"]) for row in found] == [(2, 2, 1), (2, 0, 0), (2, 1, 0)]
     assert [row["response"] for row in found] == [texts[key][0] for key in ((2, 1), (0, 0), (1, 0))]
+
+
+@pytest.mark.parametrize("truth", ["", None])
+def test_a_response_without_a_ground_truth_is_shown_alone(truth: str | None) -> None:
+    assert format_response({"reward": 1.0, "ground_truth": truth, "response": "a"}) == "reward 1, response 'a'"
 
 
 def test_a_run_without_steps_or_rollouts_shows_no_response(tmp_path: Path) -> None:

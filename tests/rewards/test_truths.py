@@ -13,9 +13,9 @@ from megatron_rl.rewards.scorer import build_reward_plan, check_truths
 from megatron_rl.types import Prompt, UserError
 
 
-def check(truths, data_source="sums", **settings):
+def check(truths, data_source="sums", has_episodes=False, **settings):
     prompts = [Prompt(10 + i, np.zeros(1, np.int32), "?", truth, data_source) for i, truth in enumerate(truths)]
-    return check_truths(build_reward_plan(RewardConfig(**settings), 100), prompts)
+    return check_truths(build_reward_plan(RewardConfig(**settings), 100), prompts, has_episodes)
 
 
 def test_truths_that_are_compared_as_text_are_named_once():
@@ -26,6 +26,12 @@ def test_truths_that_are_compared_as_text_are_named_once():
         r"'\\frac{1}{'"
     ]
     assert check(truths[:4], rule="math") == check(truths, rule="exact") == []
+
+
+def test_blank_truths_are_noted_unless_an_environment_rewards():
+    assert check(["", "5", " "], rule="math")[0].startswith("ground truths: 2 cannot be read as mathematics")
+    assert check(["", "5", " "], rule="math", has_episodes=True) == []
+    assert "the first: prompt_id 11" in check(["", "}"], rule="math", has_episodes=True)[0]
 
 
 @pytest.mark.parametrize("rule", ["math", "exact"])

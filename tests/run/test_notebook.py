@@ -82,8 +82,10 @@ def catch(call: Callable[[], Any]) -> list[str]:
 
 def test_a_notebook_answers_every_mistake(task: Path) -> None:
     (found,) = run_ranks(use, 1, task, timeout=120)
-    text = r"<4 samples of 2 prompts: \d+ response tokens, mean reward \S+; columns: none yet>"
+    text = r"<4 samples of 2 prompts: \d+ response tokens, mean reward \S+; texts: fetch_rollouts; columns: none yet>"
     assert re.fullmatch(text, found["samples"])
+    cell = UserError("3 cells", source="a notebook", expected="2", hint="remove one")
+    assert cell._render_traceback_() == ["UserError: " + str(cell)], "IPython calls it in place of its traceback"
     ids, prompts = found["prompts"]
     assert prompts == [(ids, "1+4=")] * 5
     for mistake, (_, words) in MISTAKES.items():

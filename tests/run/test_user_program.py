@@ -10,7 +10,7 @@ import asyncio
 import os
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -324,6 +324,11 @@ def test_trl_names_become_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data.train_files[0].startswith("object:train?") and data.validation_files[0].startswith("object:a?")
     assert parts.reward == [f, g] and recipe is None
     assert any("ignored of args, without a counterpart: use_cpu" in str(note.message) for note in notes)
+    monkeypatch.setenv("RANK", "1")  # rank 0 alone says it
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        read_program("m", None, [], passed)
+    assert notes == []
 
 
 @pytest.mark.parametrize(
@@ -438,3 +443,16 @@ def test_a_first_step_without_a_signal_is_explained(
     assert all(part in first for part in said) and "docs/health.md#no-signal" in first
     assert len(quotes) == 2 and quotes[0].endswith("ground truth '82', extracted '81'")
     assert "response '82'" in quotes[1] and quotes[1].endswith("extracted nothing")
+
+
+def test_episodes_without_room_for_a_reply_are_explained() -> None:
+    """Then the rule has read nothing, and what it wants is not the reason; a truth that is not there is not shown."""
+    metrics = {"reward/uninformative_groups": 1.0, "reward/unmarked_answers": 1.0, "agents/turns": 0.0}
+    shown = [replace(make_rollout("", ""), reward=0.0)]
+    plan = build_reward_plan(RewardConfig(), 8)
+    text = explain_silence(Headers([0.0] * 4, 2), metrics, lambda: [(one, {}) for one in shown], plan)
+    first, quote = text.splitlines()
+    assert "no episode has a reply" in first and "Raise data.max_response_length" in first and "boxed" not in first
+    assert quote == "  response '' (reward 0), extracted nothing"
+    played = explain_silence(Headers([0.0] * 4, 2), metrics | {"agents/turns": 1.0}, list, plan)
+    assert "no response marks its answer" in played

@@ -7,6 +7,7 @@ seeds the game, so all episodes on a prompt start alike.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from itertools import islice
@@ -136,6 +137,7 @@ def find_game(kind: str, name: str) -> Callable[[], Any]:
     """Return a game's environment factory (UserError if the package or the game is missing)."""
     package, module, play = GAMES[kind]
     hint: Any = f"pip install {package}"
+    log, handlers, level = logging.root, [*logging.root.handlers], logging.root.level
     try:
         import_module(module)
         hint = f"look the name up in the package {package}"
@@ -147,4 +149,7 @@ def find_game(kind: str, name: str) -> Callable[[], Any]:
             expected=f"an environment of {package}",
             hint=hint,
         ) from error
+    finally:  # importing gem configures the root logger, which then prints megatron-core's messages
+        log.handlers[:] = handlers
+        log.setLevel(level)
     return lambda: play(name)
