@@ -211,9 +211,7 @@ class Run:
         if writing is not None:
             writing.result()
 
-    def write_validation(
-        self, step: int, name: str, rows: Iterable[Mapping[str, Any]], *, is_shown: bool = False
-    ) -> None:
+    def write_validation(self, step: int, name: str, rows: Iterable[Mapping[str, Any]], is_shown: bool = False) -> None:
         """Write the responses of a validation set after a step; `is_shown`: pass the first ones to sinks."""
         if self.is_writer:
             rows = list(rows)

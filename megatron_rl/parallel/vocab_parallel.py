@@ -307,8 +307,7 @@ def compute_linear_gradients(
     if ctx.needs_input_grad[1]:  # a sum over several chunks of a 16-bit type is in float32
         dtype = weight.dtype if len(hidden) <= size else torch.promote_types(weight.dtype, torch.float32)
         of_weight = torch.zeros_like(weight, dtype=dtype)
-    for start in range(0, len(hidden) if width else 0, size):
-        part = slice(start, start + size)
+    for part in ctx.softmax.cut(len(hidden)) if width and len(hidden) else ():
         gradient = find_gradient(part).to(hidden.dtype)
         if of_hidden is not None:
             torch.mm(gradient, weight[:width], out=of_hidden[part])

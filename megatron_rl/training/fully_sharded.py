@@ -4,8 +4,8 @@
 Embedding, last norm and output layer stay gathered until the pass ends. Expert-parallel experts are gathered from their
 replicas only. Gradients are reduced in every microbatch's backward. With the layout's `shard_size`, the shards of a
 group of ranks are replicated in other groups (hybrid sharding, 2304.11277), and gradients summed over the replicas once
-per update. Parameters without gradients (router biases, a few
-float32 values) are replicated. A trained bfloat16 model has float32 shards, cast to bfloat16 for the gather.
+per update. Parameters without gradients (router biases, a few float32 values) are replicated. A trained bfloat16 model
+has float32 shards, cast to bfloat16 for the gather.
 """
 
 from __future__ import annotations
