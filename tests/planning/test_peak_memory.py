@@ -41,6 +41,7 @@ NAMES = {
     "vpp_size": "virtual_pipeline_model_parallel_size",
     "cp_size": "context_parallel_size",
     "ep_size": "expert_model_parallel_size",
+    "shard_size": "zero_shard_size",
 }
 
 
