@@ -15,6 +15,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -283,8 +284,11 @@ def _add_lists(app: FastAPI, state: ServerState) -> None:
 
     async def list_runs(request: Request) -> Any:
         owner = request.state.owner
-        names = [*(name for name, one in state.models.items() if one.owner == owner), *index.runs(owner)]
-        return page(request, "training_runs", [describe_run(state, owner, name) for name in dict.fromkeys(names)])
+        names, rows = [*(name for name, one in [*state.models.items()] if one.owner == owner), *index.runs(owner)], []
+        for name in dict.fromkeys(names):
+            with suppress(UnknownError):  # the main thread has closed it since
+                rows.append(describe_run(state, owner, name))
+        return page(request, "training_runs", rows)
 
     async def get_run(request: Request, run: str) -> Any:
         return describe_run(state, request.state.owner, run)
@@ -310,7 +314,7 @@ def _add_lists(app: FastAPI, state: ServerState) -> None:
 
     async def list_sessions(request: Request) -> Any:
         owner = request.state.owner
-        return {"sessions": [name for name, one in state.sessions.items() if one["owner"] == owner]}
+        return {"sessions": [name for name, one in [*state.sessions.items()] if one["owner"] == owner]}
 
     def describe_weights(owner: str, body: dict[str, Any]) -> dict[str, Any]:
         lora = index.lora_of(index.find(owner, body.get("tinker_path")))

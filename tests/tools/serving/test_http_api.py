@@ -102,6 +102,29 @@ def test_broken_bodies_are_refused_for_good(client: Any, state: ServerState, bod
     assert not state.models and state.queue.count() == {"ready": 0, "early": 0, "answers": 0}
 
 
+def test_lists_are_answered_while_the_main_thread_closes_sessions_and_models(
+    client: Any, state: ServerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, model), (other, closed) = begin(client, state), begin(client, state)
+
+    class Closing(dict[str, Any]):  # its owner is read while another session is closed
+        def __getitem__(self, name: str) -> Any:
+            state.sessions.pop(other, None)
+            return super().__getitem__(name)
+
+    def describe_late(given: ServerState, owner: str, run: str) -> dict[str, Any]:
+        state.models.pop(closed, None)
+        return describe(given, owner, run)
+
+    describe = http_api.describe_run
+    monkeypatch.setattr(http_api, "describe_run", describe_late)
+    runs = client.get("training_runs")
+    assert runs.status_code == 200 and [one["training_run_id"] for one in runs.json()["training_runs"]] == [model]
+    state.sessions[first] = Closing(state.sessions[first])
+    assert client.get("sessions").json() == {"sessions": [first, other]}
+    assert client.get("sessions").json() == {"sessions": [first]}
+
+
 def test_another_owner_sees_and_changes_nothing(client: Any, state: ServerState) -> None:
     session, model = begin(client, state)
     path = f"tinker://{model}/weights/a"
