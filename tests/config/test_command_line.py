@@ -104,10 +104,10 @@ class Loud:
 
 loud = Loud()
 atexit.register(lambda: print("at exit"))
-threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 if "rank" in sys.argv:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 print("main", end="")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 leave(7)
 """
 
