@@ -12,12 +12,13 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.types import UserError
-from tools.serving.checkpoint_index import SCHEME, CheckpointIndex, find_encryption, unknown
+from tools.serving.checkpoint_index import SCHEME, CheckpointIndex, UnknownError, find_encryption, unknown
 from tools.serving.ordering import SAMPLE, Call, RequestQueue
 from tools.serving.request_checks import (
     AdapterLimits,
@@ -130,11 +131,12 @@ class ServerState:
     def close_session(self, owner: str, session: str) -> None:
         """Forget a session, its models and its samplers."""
         self.touch_session(owner, {"session_id": session})
+        if self.sessions.pop(session, None) is None:
+            return  # another thread closes it
         models = [one.model_id for one in [*self.models.values()] if one.session == session]
         mine = [name for name, one in [*self.samplers.items()] if one.session == session]
         versions = {self.samplers.pop(name).version for name in mine}
         kept = {one.version for one in [*self.samplers.values()]} | {BASE}
-        self.sessions.pop(session)
         payload = {"names": sorted((versions | {*models}) - kept)}
         self._add(f"{session}/close", "drop", payload, lambda result: self._forget(models))
 
@@ -147,7 +149,8 @@ class ServerState:
         """Close the sessions whose clients have ended without a word; they send a sign of life every ten seconds."""
         for session, one in [*self.sessions.items()]:
             if time.time() - one["seen"] > _SILENT_SECONDS:
-                self.close_session(one["owner"], session)
+                with suppress(UnknownError):  # its client has closed it since
+                    self.close_session(one["owner"], session)
 
     def owns_request(self, owner: str, request_id: str) -> bool:
         """Return whether a request belongs to one of the owner's sessions, whose name begins its id."""

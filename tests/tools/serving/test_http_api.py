@@ -125,6 +125,23 @@ def test_lists_are_answered_while_the_main_thread_closes_sessions_and_models(
     assert client.get("sessions").json() == {"sessions": [first]}
 
 
+@pytest.mark.parametrize("is_seen", [True, False], ids=["just after its owner is read", "just before"])
+def test_a_silent_session_that_its_client_closes_meanwhile_is_closed_once(
+    is_seen: bool, client: Any, state: ServerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (session, _), touch = begin(client, state), state.touch_session
+
+    def close_meanwhile(owner: str, body: dict[str, Any]) -> str:
+        name = touch(owner, body) if is_seen else session
+        state.sessions.pop(session)
+        return name if is_seen else touch(owner, body)
+
+    state.sessions[session]["seen"] = 0.0
+    monkeypatch.setattr(state, "touch_session", close_meanwhile)
+    state.close_silent()
+    assert not state.sessions and not state.queue.take(0.0), "the other thread sends the call"
+
+
 def test_another_owner_sees_and_changes_nothing(client: Any, state: ServerState) -> None:
     session, model = begin(client, state)
     path = f"tinker://{model}/weights/a"
