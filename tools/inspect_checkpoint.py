@@ -62,7 +62,11 @@ def _format_manifest(manifest: dict[str, Any]) -> Iterator[str]:
     if manifest["kind"] == "training":
         kept = "weights and optimizer" if manifest["has_optimizer"] else "weights only"
         yield f"{'step':12} {manifest['step']}, policy version {manifest['policy_version']}, {kept}"
-        yield f"{'state':12} {json.dumps(manifest['state'])}"
+        state = dict(manifest["state"])
+        record = state.pop("record", None)
+        yield f"{'state':12} {json.dumps(state)}"
+        if record:
+            yield f"{'record':12} {len(record)} metrics, the step's row of metrics.jsonl"
     for name, role in manifest.get("roles", {}).items():
         layout = " ".join(f"{key.removesuffix('_size')}={size}" for key, size in role["layout"].items())
         yield f"{name:12} {_format_model(role['model'])}, {role['dtype']}, {role['optimizer_steps']} steps; {layout}"

@@ -7,6 +7,7 @@ import importlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -76,13 +77,16 @@ def test_training_checkpoints(model: Path, tmp_path: Path, monkeypatch: pytest.M
 
     def save(rank: int, world_size: int) -> None:
         outcomes: list[SaveOutcome] = []
+        content = make_content(model, 3, 6)
         make_saver(tmp_path / "checkpoints/runs/first/checkpoints", outcomes).save(
-            make_content(model, 3, 6), {"actor": build_actor(Case(2, dict(pp_size=2)), model)}
+            replace(content, state=content.state | {"record": {"loss": 0.5}}),
+            {"actor": build_actor(Case(2, dict(pp_size=2)), model)},
         )
 
     run_ranks(save, 2)
     assert INSPECT.main([*described, "--recipe"]) == 0
     printed = capsys.readouterr().out
+    assert "record       1 metrics, the step's row of metrics.jsonl" in printed and "0.5" not in printed
     assert "step         3, policy version 6, weights and optimizer" in printed and "trainer: {}" in printed
     assert "world=2 tp=1 pp=2" in printed.replace("world_size", "world") and '"offset": 6' in printed
     assert TO_HF.main(converted) == 0
