@@ -18,7 +18,7 @@ import megatron_rl.run.grpo as trainer_module  # heavy imports once, in the pare
 import megatron_rl.run.sft as sft_module
 from megatron_rl.engines.vllm.vllm_library import prepare_vllm
 from megatron_rl.observability import curves
-from megatron_rl.observability.metric_table import find_metric
+from megatron_rl.observability.metrics import find_metric
 from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
@@ -177,7 +177,7 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl without clock and allocator metrics; every metric must be documented."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     unnamed = {key for record in records for key in record if key != "step" and find_metric(key) is None}
-    assert not unnamed, f"{unnamed}: give them rows in megatron_rl/observability/metric_table.py"
+    assert not unnamed, f"{unnamed}: give them rows in megatron_rl/observability/metrics.py"
     measured = ("time/", "memory/", "tokens/per_second", "schedule/engine_busy")
     measured += ("agents/environment_seconds", "agents/wait_share")
     return [{k: v for k, v in record.items() if not k.startswith(measured)} for record in records]

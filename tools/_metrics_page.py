@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page `docs/metrics.md`, made from the table of metrics in megatron_rl/observability/metric_table.py."""
+"""The page `docs/metrics.md`, made from the table of metrics in megatron_rl/observability/metrics.py."""
 
 from __future__ import annotations
 
-from megatron_rl.observability.metric_table import ROWS, Metric
+from megatron_rl.observability.metrics import ROWS, Metric
 
 # First metric of a section -> its title.
 _TITLES = {
@@ -41,7 +41,7 @@ _INTRODUCTION = """\
 # Metrics
 
 Every key of a record in `metrics.jsonl` besides `step`; `python tools/make_docs.py` makes this page from
-`megatron_rl/observability/metric_table.py`. TensorBoard and Weights & Biases show the same numbers under the same
+`megatron_rl/observability/metrics.py`. TensorBoard and Weights & Biases show the same numbers under the same
 names.
 
 A number that is measured several times in a step, usually once per optimizer step, is averaged. A record leaves out

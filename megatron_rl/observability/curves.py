@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.observability.metric_table import ROWS, accuracy_set
-from megatron_rl.observability.metrics import Record, phase_seconds, read_metrics, step_of
+from megatron_rl.observability.metrics import ROWS, Record, accuracy_set, phase_seconds, read_metrics, step_of
 
 CURVES_FILE = "curves.png"
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _GREY = "#3b6fb6", "#e08a2b", "#3f9c6b", "#c8504b", "#8064a2", "#c9ccd1"

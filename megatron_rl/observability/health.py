@@ -14,8 +14,7 @@ from operator import gt, lt
 from statistics import fmean, median, pvariance
 
 from megatron_rl.config.sections import HealthConfig
-from megatron_rl.observability.metric_table import find_metric
-from megatron_rl.observability.metrics import Record
+from megatron_rl.observability.metrics import Record, find_metric
 
 _EARLIER = 4  # windows between the steps that are compared
 _SMALLEST_MISMATCH = 1e-3  # nats: below it a growing gap is rounding

@@ -25,8 +25,7 @@ from rich.table import Column
 from rich.text import Text
 from torch.distributed.distributed_c10d import Store
 
-from megatron_rl.observability.metric_table import accuracy_set, format_columns
-from megatron_rl.observability.metrics import NumberRecord, Sink, phase_seconds
+from megatron_rl.observability.metrics import NumberRecord, Sink, accuracy_set, format_columns, phase_seconds
 
 _INTERVAL = 0.5  # seconds between two updates
 _WINDOW = 20  # updates that the speed is averaged over

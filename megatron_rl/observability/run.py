@@ -22,7 +22,6 @@ from torch.distributed.distributed_c10d import Store
 
 from megatron_rl.config.sections import ObservabilityConfig
 from megatron_rl.observability.health import HealthMonitor
-from megatron_rl.observability.metric_table import find_metric
 from megatron_rl.observability.metrics import (
     CONFIG_FILE,
     ROLLOUTS,
@@ -32,6 +31,7 @@ from megatron_rl.observability.metrics import (
     Sink,
     TensorBoard,
     find_best_responses,
+    find_metric,
     format_response,
     has_records,
     is_due,

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.observability.failures import Position
-from megatron_rl.observability.metric_table import find_metric
-from megatron_rl.observability.metrics import SAMPLE_FIELDS, Record, Sink, replace_text, shorten, step_of
+from megatron_rl.observability.metrics import SAMPLE_FIELDS, Record, Sink, find_metric, replace_text, shorten, step_of
 from megatron_rl.types import UserError
 
 _SCRIPTS = ("parts.js", "page.js")
