@@ -17,8 +17,8 @@ from typing import Any
 from distributed import run_ranks
 from megatron_rl.checkpoint.files import FileRecord
 from megatron_rl.checkpoint.torch_dist import ChunkWriter
+from megatron_rl.observability.progress import PhaseTimers
 from megatron_rl.observability.run import Run
-from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.types import Preempted
 from rl_runs import train
 

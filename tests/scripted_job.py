@@ -24,8 +24,7 @@ from megatron_rl.config.sections import AgentsConfig, ScheduleConfig
 from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig
-from megatron_rl.observability.progress import RolloutProgress
-from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.collector import Collector, RewardSources

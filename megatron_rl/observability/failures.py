@@ -25,7 +25,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.observability.progress import PhaseTimers
 from megatron_rl.types import UserError, text_of
 
 _PACKAGE = "megatron_rl"

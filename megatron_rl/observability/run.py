@@ -45,6 +45,7 @@ from megatron_rl.observability.metrics import (
 )
 from megatron_rl.observability.progress import (
     Pace,
+    PhaseTimers,
     ProgressDisplay,
     RolloutCount,
     RolloutProgress,
@@ -52,7 +53,6 @@ from megatron_rl.observability.progress import (
     log_path,
     open_rank_log,
 )
-from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:

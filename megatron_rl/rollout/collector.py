@@ -18,7 +18,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections import SamplingSettings
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.engines.protocol import SamplingConfig
-from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.observability.progress import PhaseTimers
 from megatron_rl.parallel.collectives import gather_objects, raise_together, reduce_scalars
 from megatron_rl.rewards.answers import compute_validation_metrics
 from megatron_rl.rewards.scorer import OVERLONG, Scorer

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.observability.progress import append_to_log, show_error
-from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.observability.progress import PhaseTimers, append_to_log, show_error
 from megatron_rl.types import EXIT_FAILED, EXIT_USER_ERROR, Preempted, UserError, mark_reported, reported_code
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from megatron_rl.config.placement import format_ranks
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import describe_engine
 from megatron_rl.extension.registry import OBJECT
-from megatron_rl.observability.timers import StepProfiler
+from megatron_rl.observability.progress import StepProfiler
 from megatron_rl.parallel.collectives import Process, gather_objects, init_distributed, memory_in_use, open_store, world
 from megatron_rl.planning.role_layouts import find_gpu_memory
 from megatron_rl.run.building import RunSinks, check_agreement, group_timeout, launched_sizes, order_kernels

@@ -32,8 +32,7 @@ from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import GroupName, Store
 
 from megatron_rl.observability.failures import Position, Scene, explain_lost, explain_wait, find_position
-from megatron_rl.observability.progress import append_to_log, show_error
-from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.observability.progress import PhaseTimers, append_to_log, show_error
 from megatron_rl.types import EXIT_FAILED, EXIT_STALLED, UserError
 
 # gloo's recorder, and NCCL's in builds that have it; names of torch 2.13, absent in builds without them.

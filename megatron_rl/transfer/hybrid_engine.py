@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.schema import HybridConfig
 from megatron_rl.engines.protocol import CodedEngine, EngineWeights
-from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.observability.progress import PhaseTimers
 from megatron_rl.parallel.collectives import Process, gather_rows, reduce_scalars, share_object, world
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.transfer.executor import ReshardStats, TensorSet, Transfer, TransferContext, split_types

@@ -25,8 +25,7 @@ from megatron_rl.config.schema import ActorConfig, DataConfig, HybridConfig, Mod
 from megatron_rl.engines.protocol import EngineSpec, register_rollout_engine
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
 from megatron_rl.engines.vllm.vllm_library import keep_memory_pools, prepare_vllm
-from megatron_rl.observability.progress import RolloutProgress
-from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.run.building import build_rollout
 from megatron_rl.transfer.certificate import CertificateError

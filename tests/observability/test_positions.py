@@ -10,7 +10,7 @@ import time
 import torch
 
 from megatron_rl.observability.failures import Position, explain_wait, find_place, find_position
-from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.observability.progress import PhaseTimers
 
 
 def position(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.observability.progress import PhaseTimers
 
 
 class Clock:

@@ -45,7 +45,7 @@ from megatron_rl.engines.servers.server_apis import SglangServer, VllmServer
 from megatron_rl.engines.vllm.vllm_settings import fit_to_device
 from megatron_rl.models import attention_backends, attention_kernels
 from megatron_rl.models.offloaded_inputs import InputStore
-from megatron_rl.observability.timers import StepProfiler
+from megatron_rl.observability.progress import StepProfiler
 from megatron_rl.parallel.collectives import (
     Process,
     current_device,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.observability.timers import PhaseTimers, StepProfiler
+from megatron_rl.observability.progress import PhaseTimers, StepProfiler
 
 CPU = torch.device("cpu")
 

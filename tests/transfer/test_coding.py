@@ -29,8 +29,7 @@ from megatron_rl.config.schema import (
     RunConfig,
 )
 from megatron_rl.engines.protocol import Request, SamplingConfig
-from megatron_rl.observability.progress import RolloutProgress
-from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout

@@ -21,7 +21,7 @@ from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
 from megatron_rl.config.schema import HybridConfig
 from megatron_rl.engines.protocol import share_params
-from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.observability.progress import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.transfer.hybrid_engine import HybridEngine

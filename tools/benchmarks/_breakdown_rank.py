@@ -23,7 +23,7 @@ sys.path.insert(0, checkout)
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.observability.progress import PhaseTimers
 
 # Phases in addition to the program's: module, class and method. A checkout without one counts it as rest.
 FURTHER = {
@@ -88,6 +88,6 @@ class CpuTimers(PhaseTimers):
         return record
 
 
-importlib.import_module("megatron_rl.observability.timers").PhaseTimers = CpuTimers
+importlib.import_module("megatron_rl.observability.progress").PhaseTimers = CpuTimers
 sys.argv = [f"{checkout}/launch/pretrain_grpo.py", *arguments[1:], f"trainer.total_steps={arguments[0]}"]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from megatron_rl.engines.protocol import share_params
-from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.observability.progress import PhaseTimers
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.planning.cluster import Job
