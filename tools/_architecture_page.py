@@ -95,7 +95,7 @@ PLACES = (
     ("the best checkpoint: kept", "checkpoint/directory.py", "prune"),
     ("tool calls in a reply", "agents/tool_formats.py", "read_tool_calls"),
     ("verl's names -> ours", "compat/aliases.py", "translate"),
-    ("alarms", "observability/health.py", "HealthMonitor"),
+    ("alarms", "observability/run.py", "HealthMonitor"),
 )
 
 

@@ -50,7 +50,7 @@ class Sink:
         """Take some rollouts of a step, as rows of rollouts/step_<N>.jsonl."""
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """Receive an alarm of `health.py`: the name of the failed check and a sentence that explains it."""
+        """Receive an alarm of `run.py`: the name of the failed check and a sentence that explains it."""
 
     def close(self) -> None:
         """Write buffered data; may be called again."""
@@ -398,7 +398,7 @@ class Metric:
     console: str = ""  # format of the console column, with the words of the pattern as fields, in the table's order
     chart: str = ""  # title of a chart of `status.py`
     curve: str = ""  # legend in the panel "KL and rollout mismatch" of curves.png
-    alarm: str = ""  # check of `health.py` that watches the metric
+    alarm: str = ""  # check of `run.py` that watches the metric
 
     def match(self, key: str) -> re.Match[str] | None:
         """Match a key of a record with `name`; the named groups contain the texts for its `<word>` placeholders."""

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.observability.health import CHECKS
 from megatron_rl.observability.metrics import ROWS, find_metric
+from megatron_rl.observability.run import CHECKS
 from megatron_rl.observability.status import CHARTS
 from tools._metrics_page import format_page
 

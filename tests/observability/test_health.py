@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.sections import HealthConfig, ObservabilityConfig
-from megatron_rl.observability.health import CHECKS, Alarm, HealthMonitor
 from megatron_rl.observability.progress import LOGGER_NAME, close_rank_log
-from megatron_rl.observability.run import Run
+from megatron_rl.observability.run import CHECKS, Alarm, HealthMonitor, Run
 
 SETTINGS = HealthConfig()
 STEPS = 200

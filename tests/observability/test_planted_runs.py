@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.observability.health import CHECKS
+from megatron_rl.observability.run import CHECKS
 from planted_runs import HEALTHY, PLANTED, check, make_policies
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/health.md"
