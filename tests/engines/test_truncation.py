@@ -20,7 +20,8 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from megatron_rl.engines.protocol import Request, SamplingConfig
 from megatron_rl.engines.truncation import truncate
-from megatron_rl.engines.vllm.vllm_recorders import KeptSetRecorder, list_sampling_arguments
+from megatron_rl.engines.vllm.vllm_engine import list_sampling_arguments
+from megatron_rl.engines.vllm.vllm_library import KeptSetRecorder
 from megatron_rl.parallel.vocab_parallel import OUTSIDE
 
 VOCAB_SIZE = 40

@@ -21,7 +21,7 @@ import numpy as np
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.servers.server_client import ServerAnswer, ServerFailure
 from megatron_rl.engines.servers.server_key import KEY_VARIABLE
-from megatron_rl.engines.vllm.vllm_recorders import list_sampling_arguments
+from megatron_rl.engines.vllm.vllm_engine import list_sampling_arguments
 from megatron_rl.engines.vllm.vllm_settings import list_engine_arguments, list_engine_environment, records_kept_sets
 from megatron_rl.types import KeptSets, UserError
 

@@ -11,12 +11,14 @@ Requirements beyond the patches in `engines.vllm.vllm_library`:
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,10 @@ import torch.distributed as dist
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
 from megatron_rl.engines.token_requests import Scores
 from megatron_rl.engines.vllm.vllm_library import (
+    KEPT_SETS,
     AdapterSlots,
+    KeptSetRecorder,
+    RouteRecorder,
     keep_memory_pools,
     own_world,
     pack_experts,
@@ -34,14 +39,6 @@ from megatron_rl.engines.vllm.vllm_library import (
     register_codes,
     register_loader,
     register_model,
-    skip_block_searches,
-)
-from megatron_rl.engines.vllm.vllm_recorders import (
-    KeptSetRecorder,
-    Response,
-    ResponseRecorder,
-    RouteRecorder,
-    list_sampling_arguments,
 )
 from megatron_rl.engines.vllm.vllm_settings import (
     check_cpu_limits,
@@ -238,6 +235,176 @@ class VllmEngine:
         if self._can_sleep:
             keep_memory_pools()
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def list_sampling_arguments(name: str, request: Request) -> dict[str, Any]:
+    """Return the arguments of vLLM's `SamplingParams` for a request, in the engine and in a server alike.
+
+    If sampling is truncated, `extra_args` has `name` for the recorded sets, the position of the first response token,
+    and the sampling limits.
+    """
+    cut, extra = request.sampling, {}
+    if cut.is_truncated:
+        limits = cut.stop_token_ids, cut.top_p, cut.top_k, cut.min_p, cut.max_kept_tokens, cut.min_tokens
+        extra = {KEPT_SETS: [name, len(request.tokens) - request.num_sampled, *limits]}
+    return dict(
+        temperature=cut.temperature,
+        max_tokens=cut.max_tokens,
+        seed=request.seed,
+        stop_token_ids=list(cut.stop_token_ids),
+        logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=extra,
+    )
+
+
+@dataclass
+class Response:
+    """Sampled tokens with their log-probs, NaN if vLLM scored another token.
+
+    Attributes:
+        longest: number of tokens, with the request's, at which the response ends.
+        stops: tokens that end it.
+        num_cached: number of request tokens found in the prefix cache, once the first token is sampled.
+        likeliest: if other tokens' log-probs are wanted, ids and log-probs at each token: its own, then the likeliest.
+        prompt: ids and log-probs [n, 1 + k] likewise, of consecutive parts of the prompt without its first token.
+    """
+
+    longest: int
+    stops: frozenset[int | None]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    num_cached: int | None = None
+    is_stopped: bool = False
+    likeliest: list[Any] = field(default_factory=list)
+    prompt: list[Any] = field(default_factory=list)
+
+    def append(self, output: Any, scored: tuple[int, float]) -> None:
+        """Append a request's output of a step, whose log-prob is `scored`'s if it is for that token."""
+        self.tokens += output.new_token_ids
+        if output.new_token_ids:
+            self.logprobs.append(scored[1] if output.new_token_ids == [scored[0]] else math.nan)
+        if self.num_cached is None and output.prefill_stats is not None:
+            self.num_cached = output.prefill_stats.num_cached_tokens
+        self.is_stopped = output.finish_reason is not None and str(output.finish_reason) == "stop"
+
+
+class ResponseRecorder:
+    """A replacement of vLLM's `OutputProcessor`, which also prepares text, statistics and log-probs of other tokens.
+
+    Log-probs are read from the arrays of a step, before vLLM cuts them into an object per request. Most tokens neither
+    end a response nor begin or fill a KV-cache block: they are recorded here, and vLLM's scheduler updates the others.
+
+    Args:
+        block_size: tokens of a KV-cache block; 0 lets the scheduler update all tokens.
+    """
+
+    def __init__(self, scheduler: Any, block_size: int) -> None:
+        self.running: dict[str, Response] = {}  # by vLLM's name of the request
+        self._scored: dict[str, tuple[int, float]] = {}  # of the last step, by vLLM's name, for `process_outputs`
+        self._likeliest: dict[str, Any] = {}  # likewise, if a running request wants them
+        self._requests, self._longest, self._block_size = scheduler.requests, scheduler.max_model_len, block_size
+        self._is_async = bool(scheduler.scheduler_config.async_scheduling)
+        self._update, scheduler.update_from_output = scheduler.update_from_output, self._take_tokens
+
+    def _take_tokens(self, scheduled: Any, output: Any) -> Any:
+        others, self._scored, self._likeliest = scheduled.num_scheduled_tokens, {}, {}
+        if output.logprobs is not None:
+            ids, values = output.logprobs.logprob_token_ids, output.logprobs.logprobs
+            scored = list(zip(ids[:, 0].tolist(), values[:, 0].tolist(), strict=True))
+            if ids.shape[1] > 1:
+                self._likeliest = dict(zip(output.req_ids, zip(ids, values, strict=True), strict=True))
+            elif self._block_size and not output.prompt_logprobs_dict:
+                others = self._record_most(others, output, scored)
+            index = output.req_id_to_index
+            self._scored = {name: scored[index[name]] for name in others if name in index}
+            scheduled, output = replace(scheduled, num_scheduled_tokens=others), replace(output, logprobs=None)
+        return self._update(scheduled, output)
+
+    def _record_most(self, scheduled: dict[str, int], output: Any, scored: list[tuple[int, float]]) -> dict[str, int]:
+        """Record tokens after the first that end neither a response nor a block; return the other requests."""
+        # Equal to vLLM's update for these tokens: it appends them and counts down what is in flight.
+        running, requests, size, others = self.running, self._requests, self._block_size, dict[str, int]()
+        index, sampled, is_async = output.req_id_to_index, output.sampled_token_ids, self._is_async
+        for name, count in scheduled.items():
+            response, request = running.get(name), requests.get(name)
+            if response and response.tokens and request and count == 1 and not request.num_stale_output_tokens:
+                place, tokens = index[name], request._all_token_ids
+                new, length = sampled[place], len(tokens)
+                is_inside = 0 < length % size < size - 1 and length + 1 < response.longest
+                if is_inside and len(new) == 1 and new[0] not in response.stops:
+                    [token] = new
+                    tokens.append(token)
+                    request._output_token_ids.append(token)
+                    request.num_in_flight_tokens -= 1
+                    request.num_output_placeholders -= is_async
+                    response.tokens.append(token)
+                    scored_token, logprob = scored[place]
+                    response.logprobs.append(logprob if token == scored_token else math.nan)
+                    continue
+            others[name] = count
+        return others
+
+    def add_request(self, request: Any, *text: Any) -> None:
+        """Start an empty response."""
+        params, length = request.sampling_params, len(request.prompt_token_ids)
+        stops = frozenset({params.eos_token_id, *(params.stop_token_ids or ())})
+        self.running[request.request_id] = Response(min(self._longest, length + params.max_tokens), stops)
+
+    def process_outputs(self, outputs: Iterable[Any], **statistics: Any) -> Any:
+        """Append each request's token; return finished ones with their names as `request_outputs`."""
+        ended, running, scored = [], self.running, self._scored
+        for output in outputs:
+            name = output.request_id
+            response = running.get(name)
+            if response is None:  # interrupted during the step
+                continue
+            response.append(output, scored.get(name, (-1, math.nan)))
+            if output.new_token_ids and name in self._likeliest:
+                response.likeliest.append(self._likeliest[name])
+            if (part := output.new_prompt_logprobs_tensors) is not None:
+                response.prompt.append((part.logprob_token_ids.numpy(), part.logprobs.numpy()))
+            if output.finish_reason is not None:
+                ended.append((name, running.pop(name)))
+        return SimpleNamespace(request_outputs=ended, reqs_to_abort=[])
+
+    def abort_requests(self, names: Sequence[str], internal: bool) -> Sequence[str]:
+        """Drop responses; return the names for the scheduler."""
+        for name in names:
+            self.running.pop(name, None)
+        return names
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether any request runs or waits."""
+        return bool(self.running)
+
+    def update_scheduler_stats(self, statistics: Any) -> None:
+        """Ignore vLLM's statistics."""
+
+
+def skip_block_searches(manager: Any) -> int:
+    """Skip vLLM's search for KV-cache blocks for tokens that neither begin nor fill a block, 14 of 16; same blocks.
+
+    Only where all layers attend to all tokens: other caches free blocks within one.
+
+    Returns:
+        Tokens of a block, 0 for other caches.
+    """
+    (kind, *others), without = manager.coordinator.single_type_managers, manager.empty_kv_cache_blocks
+    if others or type(kind).__name__ != "FullAttentionManager" or kind.block_size != kind.block_pool.hash_block_size:
+        return 0
+    size: int = kind.block_size
+    allocate = manager.allocate_slots
+
+    def allocate_slots(request: Any, num_new_tokens: int, **options: Any) -> Any:
+        inside = num_new_tokens == 1 and 0 < request.num_computed_tokens % size < size - 1
+        if inside and options == {"num_lookahead_tokens": 0}:  # a running request
+            return without
+        return allocate(request, num_new_tokens, **options)
+
+    manager.allocate_slots = allocate_slots
+    return size
 
 
 def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:

@@ -5,6 +5,12 @@
 * on CPU, linear layers keep their weight (oneDNN would leave an empty parameter);
 * on CPU, torch.distributed replaces vLLM's shared-memory collectives, which other or killed runs can break;
 * on CPU, vLLM does not bind the trainer's memory to one NUMA node.
+
+With the v1 model runner it also records the sets that tokens are drawn from, and the experts of tokens. Truncation is
+our own definition, applied before vLLM's sampler. A request carries its limits in `SamplingParams.extra_args`. Sets are
+stored by request and position, so that the set of a token discarded by chunked prefill or preemption is overwritten.
+Hooks on the routers record routes, which vLLM itself returns only with the v2 model runner. Routes are stored per
+KV-cache block, for prefix-cache hits, and per request, for preemption.
 """
 
 from __future__ import annotations
@@ -15,22 +21,27 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_rl.engines.protocol import EngineSpec
+from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
+from megatron_rl.engines.truncation import truncate
 from megatron_rl.engines.vllm.vllm_settings import CODED_METHOD, LOAD_FORMAT, check_family
-from megatron_rl.types import UserError
+from megatron_rl.types import KeptSets, RouteShape, UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.quantization import SCALE_SUFFIX, CodeFormat, decode
 from megatron_rl.weights.rollout_layout import check_engine
+
+KEPT_SETS = "kept_sets"  # in `SamplingParams.extra_args`
 
 
 @contextmanager
@@ -124,30 +135,6 @@ def keep_memory_pools() -> None:
         for entries in allocator.allocator_and_pools.values():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(entries))  # a reference that nobody gives back
         allocator.allocator_and_pools.clear()
-
-
-def skip_block_searches(manager: Any) -> int:
-    """Skip vLLM's search for KV-cache blocks for tokens that neither begin nor fill a block, 14 of 16; same blocks.
-
-    Only where all layers attend to all tokens: other caches free blocks within one.
-
-    Returns:
-        Tokens of a block, 0 for other caches.
-    """
-    (kind, *others), without = manager.coordinator.single_type_managers, manager.empty_kv_cache_blocks
-    if others or type(kind).__name__ != "FullAttentionManager" or kind.block_size != kind.block_pool.hash_block_size:
-        return 0
-    size: int = kind.block_size
-    allocate = manager.allocate_slots
-
-    def allocate_slots(request: Any, num_new_tokens: int, **options: Any) -> Any:
-        inside = num_new_tokens == 1 and 0 < request.num_computed_tokens % size < size - 1
-        if inside and options == {"num_lookahead_tokens": 0}:  # a running request
-            return without
-        return allocate(request, num_new_tokens, **options)
-
-    manager.allocate_slots = allocate_slots
-    return size
 
 
 def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
@@ -329,3 +316,99 @@ def register_codes(spec: EngineSpec) -> CodeFormat | None:
             return CodedLinear() if isinstance(layer, linear.LinearBase) else None
 
     return code_format
+
+
+class KeptSetRecorder:
+    """A wrapper of a sampler that truncates logits and records the remaining token sets (kept sets) of each request."""
+
+    def __init__(self, runner: Any) -> None:
+        self._requests, self._batch = runner.requests, runner.input_batch
+        self._sets: dict[str, dict[int, KeptSets]] = {}
+        sampler = runner.sampler.topk_topp_sampler
+        sample = sampler.forward
+        sampler.forward = lambda logits, *arguments: sample(self._cut(logits), *arguments)
+
+    def take(self, name: str, first: int, count: int) -> KeptSets:
+        """Remove a request; return the sets that its `count` tokens from position `first` on were drawn from."""
+        sets = self._sets.pop(name, {})
+        return KeptSets.join([KeptSets.whole(0), *(sets[first + i] for i in range(count))])
+
+    def clear(self) -> None:
+        """Drop the recorded token sets of all requests."""
+        self._sets = {}
+
+    def _cut(self, logits: torch.Tensor) -> torch.Tensor:
+        """Truncate logits [b, v] (divided by the temperature) in place; record the remaining sets."""
+        names = self._batch.req_ids
+        assert len(names) == len(logits), f"{len(logits)} rows for {len(names)} requests"
+        rows_of: dict[tuple[Any, ...], list[tuple[int, str, int]]] = {}
+        for row, name in enumerate(names):
+            told = (self._requests[name].sampling_params.extra_args or {}).get(KEPT_SETS)
+            if told is not None:
+                set_name, first, stops, *limits = told
+                rows_of.setdefault((tuple(stops), *limits), []).append((row, set_name, first))
+        for limits, rows in rows_of.items():
+            index = torch.tensor([row for row, _, _ in rows], device=logits.device)
+            places = [int(self._batch.num_tokens_no_spec[row]) for row, _, _ in rows]
+            in_response = [place - first for place, (_, _, first) in zip(places, rows, strict=True)]
+            logits[index], kept = truncate(logits[index], SamplingConfig(1.0, 1, *limits), in_response)
+            for (_, name, _), place, kept_set in zip(rows, places, kept.split(), strict=True):
+                self._sets.setdefault(name, {})[place] = kept_set
+        return logits
+
+
+class RouteRecorder:
+    """A recorder of routes (the experts chosen for each token), by hooks on routers and on the v1 model runner."""
+
+    def __init__(self, model: torch.nn.Module, runner: Any, shape: RouteShape) -> None:
+        self._batch, self._shape = runner.input_batch, shape
+        self._step: dict[int, torch.Tensor] = {}  # layer -> experts of the current forward's rows
+        self._routes: dict[str, np.ndarray] = {}  # by request; allocated for its maximum length
+        self._known: dict[str, int] = {}  # by request: number of leading tokens with routes
+        self._blocks: dict[int, np.ndarray] = {}  # by number of the KV-cache block
+        modules: list[Any] = [*model.modules()]
+        routers = [module.router for module in modules if hasattr(getattr(module, "router", None), "set_capture_fn")]
+        assert len(routers) == shape.layers, f"{len(routers)} routers in {shape.layers} layers"
+        for layer, router in enumerate(routers):
+            router.set_capture_fn(partial(self._capture, layer))
+        self._execute, runner.execute_model = runner.execute_model, self._execute_and_collect
+
+    def expect(self, name: str, request: Request) -> None:
+        """Prepare to record the expert choices of a request that vLLM calls `name`."""
+        self._routes[name] = self._shape.unknown(len(request.tokens) + request.sampling.max_tokens)
+        self._known[name] = 0
+
+    def take(self, name: str, length: int) -> np.ndarray:
+        """Remove a request; return the expert choices for its first `length` tokens, [length, layers, choices]."""
+        del self._known[name]
+        return self._routes.pop(name)[:length]
+
+    def clear(self) -> None:
+        """Drop the recorded expert choices of all requests and KV-cache blocks."""
+        self._routes, self._known, self._blocks = {}, {}, {}
+
+    def _capture(self, layer: int, experts: torch.Tensor) -> None:
+        self._step[layer] = experts.clone()
+
+    def _execute_and_collect(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
+        self._step.clear()
+        result = self._execute(scheduled, *arguments, **options)
+        if not self._step:
+            return result
+        experts = torch.stack([self._step[layer] for layer in range(self._shape.layers)], 1)
+        rows = experts.cpu().numpy().astype(self._shape.dtype)  # [rows, layers, choices], request by request
+        table, at = self._batch.block_table[0], 0
+        for index, name in enumerate(self._batch.req_ids):
+            first, count = int(self._batch.num_computed_tokens_cpu[index]), scheduled.num_scheduled_tokens[name]
+            size, numbers = table.block_size, table.block_table.np[index]
+            routes, found = self._routes.get(name), rows[at : at + count]
+            at += count
+            for place in range(first, first + count):
+                block = self._blocks.setdefault(int(numbers[place // size]), self._shape.unknown(size))
+                block[place % size] = found[place - first]
+            if routes is not None:
+                for place in range(self._known[name], first):  # from the prefix cache
+                    routes[place] = self._blocks[int(numbers[place // size])][place % size]
+                routes[first : first + count] = found
+                self._known[name] = first + count
+        return result

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.engines.vllm.vllm_library import prepare_vllm
-from megatron_rl.engines.vllm.vllm_recorders import KeptSetRecorder
+from megatron_rl.engines.vllm.vllm_library import KeptSetRecorder, prepare_vllm
 
 prepare_vllm(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
