@@ -6,17 +6,13 @@ Everything is checked before any state changes: file digests, model, vocabulary,
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.typed_torch import not_none
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -30,9 +26,8 @@ from megatron_rl.checkpoint.directory import (
 from megatron_rl.checkpoint.files import CONFIG_DIR, check_vocabulary
 from megatron_rl.checkpoint.optimizer_states import list_state_shards, make_state_pieces
 from megatron_rl.checkpoint.pieces import MOMENTS, SavedRole, make_weight_pieces
-from megatron_rl.checkpoint.saving import RNG_STREAM
 from megatron_rl.checkpoint.torch_dist import ChunkReader
-from megatron_rl.parallel.collectives import failing_together, gather_objects
+from megatron_rl.parallel.collectives import failing_together, gather_objects, restore_rng
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.megatron_layout import megatron_global_placements
@@ -193,24 +188,3 @@ def create_states(role: SavedRole, steps: int) -> None:
                 optimizer.state[main]["step"] = torch.tensor(
                     float(steps), dtype=torch.float32, device=main.device if on_device else None
                 )
-
-
-def restore_rng(states: dict[str, torch.Tensor]) -> None:
-    """Set all generators to states from `read_rng` (CUDA's only if available)."""
-    torch.set_rng_state(states["torch"])
-    version, *python = states["python"].tolist()
-    gauss = states["python.gauss"].tolist()
-    random.setstate((version, tuple(python), gauss[0] if gauss else None))
-    *keys, position, has_gauss = states["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, states["numpy.gauss"].item()))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    tracker = not_none(get_cuda_rng_tracker())
-    known = tracker.get_states()
-    saved = {name.removeprefix(RNG_STREAM): state for name, state in states.items() if name.startswith(RNG_STREAM)}
-    for name in known.keys() & saved.keys():
-        if isinstance(known[name], torch.Generator):
-            known[name].set_state(saved[name])
-        else:
-            known[name] = saved[name]
-    tracker.set_states(known)

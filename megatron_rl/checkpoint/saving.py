@@ -10,7 +10,6 @@ ranks; older checkpoints stay.
 from __future__ import annotations
 
 import logging
-import random
 import shutil
 import threading
 import time
@@ -20,11 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.typed_torch import not_none
 from safetensors import SafetensorError
 from safetensors.torch import save as to_safetensors
 
@@ -34,7 +30,7 @@ from megatron_rl.checkpoint.huggingface import do_on_first
 from megatron_rl.checkpoint.optimizer_states import count_steps, make_state_pieces
 from megatron_rl.checkpoint.pieces import Piece, SavedRole, choose_saved, find_holders, make_weight_pieces
 from megatron_rl.checkpoint.torch_dist import Chunk, ChunkWriter
-from megatron_rl.parallel.collectives import raise_together, share_object
+from megatron_rl.parallel.collectives import raise_together, read_rng, share_object
 from megatron_rl.types import UserError
 from megatron_rl.weights.megatron_layout import ROUTER_BIAS, megatron_global_placements
 
@@ -95,9 +91,12 @@ class CheckpointSaver:
     Args:
         root: `<run_dir>/checkpoints`.
         group: all ranks, with a backend for CPU tensors.
-        async_save: write in the background; `poll` must then be called regularly.
+        async_save: write in the background; while it is `pending`, `poll` must be called regularly.
         keep_last: newest checkpoints to keep; `None` keeps all.
         report: called on every rank with each outcome.
+
+    Attributes:
+        pending: the save in progress, if any, and its thread.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class CheckpointSaver:
     ) -> None:
         self._root, self._group, self._report = root, group, report
         self._async, self._keep_last, self._keep_best = async_save, keep_last, keep_best
-        self._pending: tuple[_Pending, threading.Thread] | None = None
+        self.pending: tuple[_Pending, threading.Thread] | None = None
         self._blocked = 0.0  # seconds that training has waited for the pending save
 
     def save(
@@ -165,24 +164,24 @@ class CheckpointSaver:
             arguments = pending, pieces, alone, rank
             thread = threading.Thread(target=_write, args=arguments, name="checkpoint", daemon=True)
             thread.start()
-            self._pending, self._blocked = (pending, thread), time.monotonic() - started
+            self.pending, self._blocked = (pending, thread), time.monotonic() - started
             return None
         _write(pending, pieces, alone, rank)
         return self._commit(pending)
 
     def poll(self) -> None:
-        """Commit the pending save if every rank has finished writing; collective, cheap."""
-        if self._pending is not None:
-            pending, thread = self._pending
-            is_done = torch.tensor(int(not thread.is_alive()))
-            dist.all_reduce(is_done, dist.ReduceOp.MIN, group=self._group)
-            if is_done:
-                self._commit(pending)
+        """Commit the save in `pending` if every rank has finished writing; collective, cheap."""
+        assert self.pending is not None
+        pending, thread = self.pending
+        is_done = torch.tensor(int(not thread.is_alive()))
+        dist.all_reduce(is_done, dist.ReduceOp.MIN, group=self._group)
+        if is_done:
+            self._commit(pending)
 
     def wait(self) -> None:
         """Wait for the pending save and commit it; collective."""
-        if self._pending is not None:
-            began, (pending, thread) = time.monotonic(), self._pending
+        if self.pending is not None:
+            began, (pending, thread) = time.monotonic(), self.pending
             thread.join()
             self._blocked += time.monotonic() - began
             self._commit(pending)
@@ -214,7 +213,7 @@ class CheckpointSaver:
         if error is not None and self._group.rank() == 0:
             shutil.rmtree(pending.partial, ignore_errors=True)
         seconds = time.monotonic() - pending.started
-        blocked, self._pending = seconds if self._pending is None else self._blocked, None
+        blocked, self.pending = seconds if self.pending is None else self._blocked, None
         directory = self._root / f"step_{pending.content.step}"
         self._report(SaveOutcome(pending.content.step, directory, seconds, blocked, num_bytes, deleted, error))
 
@@ -272,27 +271,3 @@ def _write(pending: _Pending, pieces: Mapping[str, list[Piece]], rank_state: Ran
             (pending.partial / folder).mkdir(exist_ok=True)
             path = pending.partial / folder / f"rank_{rank}.safetensors"
             pending.records.append(write_file(path, to_safetensors(dict(tensors))))
-
-
-# Generators of a rank: torch's, CUDA's, numpy's, Python's, and megatron-core's named streams.
-RNG_STREAM = "megatron."
-
-
-def read_rng() -> dict[str, torch.Tensor]:
-    """Return the state of all generators, as tensors by name."""
-    version, python, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    assert name == "MT19937", f"numpy's legacy generator is {name}"
-    states = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor([version, *python], dtype=torch.int64),
-        "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.from_numpy(np.array([*keys, position, has_gauss], dtype=np.int64)),
-        "numpy.gauss": torch.tensor([cached], dtype=torch.float64),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    for name, state in not_none(get_cuda_rng_tracker()).get_states().items():
-        # with CUDA graphs a stream is a generator registered with the graphs, else its state
-        states[RNG_STREAM + name] = state.get_state() if isinstance(state, torch.Generator) else state
-    return states

@@ -22,10 +22,10 @@ from megatron_rl.checkpoint.directory import RunContent
 from megatron_rl.checkpoint.files import explain_os_error, find_model_files, list_side_files
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
 from megatron_rl.checkpoint.pieces import SavedRole
-from megatron_rl.checkpoint.saving import CheckpointSaver, RankState, SaveOutcome, read_rng, save_now
+from megatron_rl.checkpoint.saving import CheckpointSaver, RankState, SaveOutcome, save_now
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.parallel.collectives import failing_together, raise_together, world
+from megatron_rl.parallel.collectives import failing_together, raise_together, read_rng, world
 from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.run.opening import OpenedRun, describe_changes
 from megatron_rl.training.packed_model import PackedModel
@@ -265,7 +265,8 @@ class Checkpoints:
             UserError: saving failed (now or too often), or another job has taken the directory.
         """
         self._opened.lock.check()
-        self._saver.poll()
+        if self._saver.pending is not None:
+            self._saver.poll()
         self._check_failures()
         number = torch.tensor(self._opened.stop.signal)
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_rl.checkpoint.resuming import restore_rng
-from megatron_rl.checkpoint.saving import get_cuda_rng_tracker, read_rng
+from megatron_rl.parallel.collectives import read_rng, restore_rng
 
 
 @pytest.fixture(autouse=True)

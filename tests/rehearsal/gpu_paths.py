@@ -34,8 +34,6 @@ from tools.rehearsal import fake_cuda
 GPU_BYTES = 80 << 30
 fake_cuda.install(GPU_BYTES, 4)
 
-from megatron_rl.checkpoint.resuming import restore_rng
-from megatron_rl.checkpoint.saving import read_rng
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RolloutConfig, TrainedConfig
 from megatron_rl.config.sections import ServerConfig
@@ -52,6 +50,8 @@ from megatron_rl.parallel.collectives import (
     init_distributed,
     keep_random_streams,
     memory_in_use,
+    read_rng,
+    restore_rng,
 )
 from megatron_rl.planning.cluster import find_cluster
 from megatron_rl.planning.role_layouts import find_gpu_memory
