@@ -101,7 +101,8 @@ class VllmEngine:
         if spec.config.bitwise:
             columns = padded_vocab_size(spec.shape.vocab_size, self._tp_size) // self._tp_size
             make_batch_invariant(worker.get_model(), worker.model_runner.sampler, columns)
-        self._kept = KeptSetRecorder(worker.model_runner) if records_kept_sets(spec) else None
+        self._runner = worker.model_runner if records_kept_sets(spec) else None
+        self._kept: KeptSetRecorder | None = None  # from the first truncated request on
         self._routes: RouteRecorder | None = None
         if spec.route_shape is not None:
             self._routes = RouteRecorder(worker.get_model(), worker.model_runner, spec.route_shape)
@@ -145,6 +146,9 @@ class VllmEngine:
             if extras is not None:
                 one |= dict(logprobs=extras.top, prompt_logprobs=extras.prompt_top)
         params = [self._sampling_params(skip_clone=True, **one) for one in arguments]  # requests do not share them
+        if self._kept is None and any(request.sampling.is_truncated for request in requests):
+            assert self._runner is not None, "config.feature_checks refuses it"
+            self._kept = KeptSetRecorder(self._runner)
         adapters = None
         if self.slots is not None:
             versions, running = (
@@ -193,7 +197,7 @@ class VllmEngine:
         del self._requests[name], self._names[request.key]
         kept = None
         if request.sampling.is_truncated:
-            assert self._kept is not None, "config.feature_checks refuses it"
+            assert self._kept is not None
             kept = self._kept.take(str(request.key), len(request.tokens), len(tokens))
         routes = None if self._routes is None else self._routes.take(name, len(request.tokens) + len(tokens))
         logprobs, cached = np.array(response.logprobs, np.float32), response.num_cached if len(tokens) else None
