@@ -62,7 +62,6 @@ BEHIND_DOORS = (
     "data.chats",
     "data.chosen_order",
     "data.passed_rows",
-    "engines.endings",
     "engines.local.",
     "engines.servers.",
     "engines.truncation",

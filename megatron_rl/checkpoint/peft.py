@@ -17,8 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.files import copy_side_files, list_side_files, publish, write_file
-from megatron_rl.checkpoint.huggingface import ShardedModel, do_on_first, gather_on_first, make_empty
-from megatron_rl.checkpoint.model_files import read_headers, read_names
+from megatron_rl.checkpoint.huggingface import (
+    ShardedModel,
+    do_on_first,
+    gather_on_first,
+    make_empty,
+    read_headers,
+    read_names,
+)
 from megatron_rl.config.sections import LoraConfig
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape

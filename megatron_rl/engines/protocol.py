@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_rl.config.schema import RolloutConfig
-    from megatron_rl.engines.endings import StopStrings, Thoughts
+    from megatron_rl.engines.wrappers import StopStrings, Thoughts
     from megatron_rl.parallel.collectives import Process
     from megatron_rl.parallel.layout import EngineRanks
     from megatron_rl.types import KeptSets, RouteShape

@@ -30,8 +30,14 @@ from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, STREAMED_BYTES, LayoutConfig, TrainedConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import GIB, Job
-from megatron_rl.planning.engine_weights import count_own_bytes, count_staged_bytes
-from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_bytes, list_chunks
+from megatron_rl.planning.parameters import (
+    RoleBytes,
+    Upkeep,
+    compute_role_bytes,
+    count_own_bytes,
+    count_staged_bytes,
+    list_chunks,
+)
 from megatron_rl.planning.role_layouts import DTYPE_BYTES, build_layout
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import choose_chunk_tokens, padded_vocab_size

@@ -40,7 +40,7 @@ from megatron_rl.weights.shard_box import find_aliases
 if TYPE_CHECKING:
     from megatron_rl.agents.in_rank import AnyEpisodes
     from megatron_rl.data.prompts import PromptSet
-    from megatron_rl.engines.endings import StopStrings, Thoughts
+    from megatron_rl.engines.wrappers import StopStrings, Thoughts
     from megatron_rl.parallel.layout import ParallelLayout
     from megatron_rl.rewards.scorer import SourceSpec
     from megatron_rl.samples.experience import Experience

@@ -25,16 +25,17 @@ from transformers import (
 )
 
 from distributed import run_ranks
-from megatron_rl.checkpoint import huggingface, model_files
+from megatron_rl.checkpoint import huggingface
 from megatron_rl.checkpoint.files import split_units
 from megatron_rl.checkpoint.huggingface import (
+    INDEX_FILE,
     ShardedModel,
     check_checkpoint,
+    index_safetensors,
     load_huggingface,
     name_safetensors,
     save_huggingface,
 )
-from megatron_rl.checkpoint.model_files import INDEX_FILE, index_safetensors
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.planner import group_shards
 from megatron_rl.types import UserError
@@ -130,8 +131,8 @@ def test_each_rank_reads_just_its_slices(
     directory = checkpoints[name]
     shape, full = load_model_shape(directory), read_all(directory)
     read: dict[str, int] = {}
-    opened = model_files.safe_open
-    monkeypatch.setattr(model_files, "safe_open", lambda *a, **k: CountingFile(opened(*a, **k), read))
+    opened = huggingface.safe_open
+    monkeypatch.setattr(huggingface, "safe_open", lambda *a, **k: CountingFile(opened(*a, **k), read))
     layout = ParallelLayout(sizes.get("tp_size", 1) * sizes.get("pp_size", 1), **sizes)
     for placements in place_megatron(shape, layout):
         params = make_empty_shards(placements, padding_rows=PADDING_ROWS)

@@ -17,8 +17,14 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from distributed import run_ranks
-from megatron_rl.checkpoint.huggingface import ShardedModel, check_checkpoint, load_huggingface, save_huggingface
-from megatron_rl.checkpoint.model_files import ModelFiles, decode_mxfp4
+from megatron_rl.checkpoint.huggingface import (
+    ModelFiles,
+    ShardedModel,
+    check_checkpoint,
+    decode_mxfp4,
+    load_huggingface,
+    save_huggingface,
+)
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout

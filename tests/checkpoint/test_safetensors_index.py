@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.checkpoint.model_files import INDEX_FILE, index_safetensors
+from megatron_rl.checkpoint.huggingface import INDEX_FILE, index_safetensors
 from megatron_rl.types import UserError
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

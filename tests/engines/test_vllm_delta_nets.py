@@ -19,8 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distributed import run_ranks
-from megatron_rl.checkpoint.huggingface import load_huggingface
-from megatron_rl.checkpoint.model_files import ModelFiles
+from megatron_rl.checkpoint.huggingface import ModelFiles, load_huggingface
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
 from megatron_rl.engines.vllm import vllm_engine as engine_module

@@ -10,13 +10,13 @@ import math
 
 import pytest
 
-from megatron_rl.planning.engine_weights import (
+from megatron_rl.planning.memory import compute_memory
+from megatron_rl.planning.parameters import (
     compute_engine_bytes,
     count_aliased_elements,
     count_engine_bytes,
     count_staged_bytes,
 )
-from megatron_rl.planning.memory import compute_memory
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
 from megatron_rl.weights.shard_box import box_volume
 from planning_jobs import PREFIXED, make_job, small_shape

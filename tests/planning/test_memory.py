@@ -15,9 +15,8 @@ import megatron_rl.planning.memory as memory_module
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.admission import find_problem
 from megatron_rl.planning.cluster import GIB, Job
-from megatron_rl.planning.engine_weights import compute_engine_bytes, count_aliased_elements
 from megatron_rl.planning.memory import MemoryPhase, compute_memory, count_microbatches, count_passes_in_flight
-from megatron_rl.planning.parameters import compute_role_bytes
+from megatron_rl.planning.parameters import compute_engine_bytes, compute_role_bytes, count_aliased_elements
 from megatron_rl.weights.megatron_layout import choose_chunk_tokens, megatron_placements
 from megatron_rl.weights.rollout_layout import vllm_placements
 from megatron_rl.weights.shard_box import find_aliases

@@ -29,8 +29,7 @@ from megatron_rl.checkpoint.files import (
     list_side_files,
     split_units,
 )
-from megatron_rl.checkpoint.huggingface import check_checkpoint, finish_model, name_safetensors
-from megatron_rl.checkpoint.model_files import ModelFiles, list_copies
+from megatron_rl.checkpoint.huggingface import ModelFiles, check_checkpoint, finish_model, list_copies, name_safetensors
 from megatron_rl.checkpoint.pieces import check_global_shapes, locate
 from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter, write_index
 from megatron_rl.types import UserError

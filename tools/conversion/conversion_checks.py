@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from megatron_rl.checkpoint.huggingface import find_drafts
-from megatron_rl.checkpoint.model_files import ModelFiles
+from megatron_rl.checkpoint.huggingface import ModelFiles, find_drafts
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import Table

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.checkpoint.directory import MANIFEST_FILE, RECIPE_FILE, find_problems, find_step, read_manifest
 from megatron_rl.checkpoint.files import DIGESTS_FILE
-from megatron_rl.checkpoint.model_files import index_safetensors, read_headers
+from megatron_rl.checkpoint.huggingface import index_safetensors, read_headers
 from megatron_rl.checkpoint.torch_dist import METADATA_FILE, ChunkReader, dtype_name
 from megatron_rl.types import UserError
 from tools._weights import resolve_weights

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.checkpoint.model_files import ModelFiles
+from megatron_rl.checkpoint.huggingface import ModelFiles
 from megatron_rl.transfer.computed import SourceParams
 from megatron_rl.weights.shard_box import ShardBox, box_slices, box_volume
 

@@ -10,7 +10,7 @@ from functools import partial
 from megatron_rl.config.schema import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
-from megatron_rl.planning.engine_weights import CODE_BYTES, SCALE_BYTES, is_coded
+from megatron_rl.planning.parameters import CODE_BYTES, SCALE_BYTES, is_coded
 from megatron_rl.planning.role_layouts import DTYPE_BYTES
 from megatron_rl.transfer.planner import Planner, Shard, group_shards
 from megatron_rl.weights.families import ModelShape

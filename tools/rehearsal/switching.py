@@ -17,7 +17,7 @@ from megatron_rl.observability.progress import PhaseTimers
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.planning.cluster import Job
-from megatron_rl.planning.engine_weights import is_coded
+from megatron_rl.planning.parameters import is_coded
 from megatron_rl.run.building import find_shared
 from megatron_rl.transfer import hybrid_engine, transports
 from megatron_rl.transfer.hybrid_engine import HybridEngine

@@ -23,7 +23,7 @@ from megatron_rl.engines.wrappers import WaitingRequests
 from megatron_rl.types import KeptSets, RouteShape, UserError
 
 if TYPE_CHECKING:
-    from megatron_rl.engines.endings import StopStrings
+    from megatron_rl.engines.wrappers import StopStrings
 
 
 @dataclass(eq=False)
