@@ -18,8 +18,7 @@ from megatron_rl.checkpoint.files import find_model_files
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, RunConfig
 from megatron_rl.data.prompts import PromptBatches
-from megatron_rl.engines.build import BuiltEngine, build_engine
-from megatron_rl.engines.protocol import EngineSpec, EngineWeights, ProbedEngine
+from megatron_rl.engines.protocol import BuiltEngine, EngineSpec, EngineWeights, ProbedEngine, build_engine
 from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import Process, align_group_names, gather_objects, share_object, world
 from megatron_rl.parallel.groups import ParallelGroups, join_groups
