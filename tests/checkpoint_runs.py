@@ -18,8 +18,7 @@ from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
 from megatron_rl.checkpoint.directory import RunContent
 from megatron_rl.checkpoint.files import list_side_files
-from megatron_rl.checkpoint.optimizer_states import make_state_pieces
-from megatron_rl.checkpoint.pieces import Piece, make_weight_pieces
+from megatron_rl.checkpoint.pieces import Piece, make_state_pieces, make_weight_pieces
 from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state
 from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome
 from megatron_rl.training.roles.actor import Actor

@@ -35,7 +35,6 @@ from safetensors.numpy import save as to_safetensors
 
 from megatron_rl.checkpoint.directory import begin_manifest, seal
 from megatron_rl.checkpoint.files import DIGESTS_FILE, FileRecord, explain_write_error, write_file
-from megatron_rl.checkpoint.optimizer_states import make_state_pieces
 from megatron_rl.checkpoint.pieces import (
     MAIN_PARAM,
     MOMENTS,
@@ -44,6 +43,7 @@ from megatron_rl.checkpoint.pieces import (
     SavedRole,
     choose_saved,
     find_holders,
+    make_state_pieces,
 )
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.rendering import config_to_dict

@@ -24,8 +24,7 @@ from megatron_rl.checkpoint.directory import (
     read_manifest,
 )
 from megatron_rl.checkpoint.files import CONFIG_DIR, check_vocabulary
-from megatron_rl.checkpoint.optimizer_states import list_state_shards, make_state_pieces
-from megatron_rl.checkpoint.pieces import MOMENTS, SavedRole, make_weight_pieces
+from megatron_rl.checkpoint.pieces import MOMENTS, SavedRole, list_state_shards, make_state_pieces, make_weight_pieces
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.parallel.collectives import failing_together, gather_objects, restore_rng
 from megatron_rl.parallel.layout import ParallelLayout

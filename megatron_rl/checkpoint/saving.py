@@ -27,8 +27,15 @@ from safetensors.torch import save as to_safetensors
 from megatron_rl.checkpoint.directory import RunContent, finish_directory, make_manifest, point_at, prune
 from megatron_rl.checkpoint.files import FileRecord, explain_os_error, explain_write_error, write_file
 from megatron_rl.checkpoint.huggingface import do_on_first
-from megatron_rl.checkpoint.optimizer_states import count_steps, make_state_pieces
-from megatron_rl.checkpoint.pieces import Piece, SavedRole, choose_saved, find_holders, make_weight_pieces
+from megatron_rl.checkpoint.pieces import (
+    Piece,
+    SavedRole,
+    choose_saved,
+    count_steps,
+    find_holders,
+    make_state_pieces,
+    make_weight_pieces,
+)
 from megatron_rl.checkpoint.torch_dist import Chunk, ChunkWriter
 from megatron_rl.parallel.collectives import raise_together, read_rng, share_object
 from megatron_rl.types import UserError

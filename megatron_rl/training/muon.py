@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.optimizer_states import StateShard
-from megatron_rl.checkpoint.pieces import MOMENTS
+from megatron_rl.checkpoint.pieces import MOMENTS, StateShard
 from megatron_rl.parallel.collectives import gather_rows
 from megatron_rl.weights.families import is_layer_matrix
 from megatron_rl.weights.packed_experts import find_fused

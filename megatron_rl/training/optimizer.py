@@ -27,8 +27,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_rl.checkpoint.optimizer_states import list_state_shards
-from megatron_rl.checkpoint.pieces import MOMENTS
+from megatron_rl.checkpoint.pieces import MOMENTS, list_state_shards
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.collectives import share_object

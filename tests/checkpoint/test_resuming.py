@@ -21,7 +21,7 @@ from checkpoint_runs import STATE, join_pieces, make_content, make_saver, resume
 from distributed import run_ranks
 from megatron_rl.checkpoint.directory import find_gaps
 from megatron_rl.checkpoint.files import list_side_files
-from megatron_rl.checkpoint.optimizer_states import make_state_pieces
+from megatron_rl.checkpoint.pieces import make_state_pieces
 from megatron_rl.checkpoint.resuming import create_states, load_training_state
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.config.schema import CriticConfig
