@@ -25,10 +25,9 @@ from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, align_group_names, gather_objects, share_object, world
 from megatron_rl.parallel.groups import ParallelGroups, join_groups
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.collector import Collector, RewardSources
+from megatron_rl.rollout.collector import Collector, RewardSources, RolloutStream, open_stream
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.serving import open_channel
-from megatron_rl.rollout.stream import RolloutStream, open_stream
 from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs
 from megatron_rl.run.models import RoleInputs
 from megatron_rl.samples.pack import Packer

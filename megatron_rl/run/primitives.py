@@ -24,7 +24,7 @@ from megatron_rl.data.prompts import PromptSet
 from megatron_rl.engines.build import import_library
 from megatron_rl.engines.protocol import Sampled
 from megatron_rl.parallel.collectives import Process, world
-from megatron_rl.rollout.order import SampleGroups
+from megatron_rl.rollout.episodes import SampleGroups
 from megatron_rl.run.building import RolloutMembers, RunSinks, build_roles, build_rollout_members
 from megatron_rl.run.checkpoints import TrainingState, actor_export, side_files
 from megatron_rl.run.inputs import Parts, RlInputs

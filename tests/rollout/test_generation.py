@@ -32,8 +32,8 @@ from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rewards.scorer import Scorer, build_reward_plan
+from megatron_rl.rollout.episodes import SampleGroups
 from megatron_rl.rollout.generation import RolloutGenerator
-from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.run.building import build_role, build_rollout
 from megatron_rl.run.models import RoleInputs, resolve
 from megatron_rl.types import Prompt, Rollout, UserError

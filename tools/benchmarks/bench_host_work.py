@@ -45,7 +45,7 @@ from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rollout.order import assign_engines
+from megatron_rl.rollout.generation import assign_engines
 from megatron_rl.samples.describe import describe_rollouts
 from megatron_rl.samples.fetch import Holders, plan_fetch
 from megatron_rl.samples.pack import Packer
