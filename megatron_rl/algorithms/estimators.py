@@ -177,7 +177,7 @@ def compute_gae_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
 
 
 def compute_distill_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """Return zeros: distillation ignores rewards, and `samples/describe.py` adds log-prob gaps to the teachers."""
+    """Return zeros: distillation ignores rewards, and `samples/experience.py` adds log-prob gaps to the teachers."""
     return torch.zeros_like(inputs.token_rewards)
 
 

@@ -46,8 +46,7 @@ from megatron_rl.rollout.serving import (
     read_trace,
 )
 from megatron_rl.samples.experience import Experience
-from megatron_rl.samples.fetch import Payload, index_branches
-from megatron_rl.samples.table import Headers, build_headers, gather_headers, join_headers
+from megatron_rl.samples.table import Headers, Payload, build_headers, gather_headers, index_branches, join_headers
 from megatron_rl.types import FAILED, Prompt, Rollout, UserError
 
 

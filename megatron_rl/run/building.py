@@ -30,7 +30,7 @@ from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.serving import open_channel
 from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs
 from megatron_rl.run.models import RoleInputs
-from megatron_rl.samples.pack import Packer
+from megatron_rl.samples.batch import Packer
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import LaidOutModel, LearnedTeacher, RoleSetup
 from megatron_rl.transfer.hybrid_engine import HybridEngine

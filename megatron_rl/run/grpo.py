@@ -16,7 +16,9 @@ from megatron_rl.algorithms.catalog import has_importance_weights
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.observability.metrics import TokenTexts
 from megatron_rl.run.session import Session
-from megatron_rl.samples.describe import (
+from megatron_rl.samples.experience import (
+    Column,
+    Experience,
     choose_logged,
     choose_tokens,
     compute_advantages,
@@ -29,7 +31,6 @@ from megatron_rl.samples.describe import (
     measure_kl,
     rollout_row,
 )
-from megatron_rl.samples.experience import Column, Experience
 
 
 class Trainer(Session):

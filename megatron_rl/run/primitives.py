@@ -28,9 +28,8 @@ from megatron_rl.rollout.episodes import SampleGroups
 from megatron_rl.run.building import RolloutMembers, RunSinks, build_roles, build_rollout_members
 from megatron_rl.run.checkpoints import TrainingState, actor_export, side_files
 from megatron_rl.run.inputs import Parts, RlInputs
-from megatron_rl.samples.describe import find_rollouts
-from megatron_rl.samples.experience import Column, Experience, check_kind
-from megatron_rl.samples.pack import Packer
+from megatron_rl.samples.batch import Packer
+from megatron_rl.samples.experience import Column, Experience, check_kind, find_rollouts
 from megatron_rl.training.roles.actor import ActorOnSamples, PolicyOnSamples
 from megatron_rl.types import UserError
 

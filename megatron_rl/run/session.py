@@ -27,7 +27,7 @@ from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs, localize, read_rl_
 from megatron_rl.run.models import resolve
 from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.run.primitives import Primitives, build_primitives
-from megatron_rl.samples.describe import text_rows
+from megatron_rl.samples.experience import text_rows
 from megatron_rl.training.fast_path import find_fast_paths, format_table
 from megatron_rl.types import UserError
 

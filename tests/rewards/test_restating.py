@@ -16,7 +16,7 @@ from sample_rollouts import make_rollout as make_described
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.answers import RESTATES, restates_prompt
 from megatron_rl.rewards.scorer import Scorer, build_reward_plan
-from megatron_rl.samples.describe import describe_rollouts
+from megatron_rl.samples.experience import describe_rollouts
 from megatron_rl.samples.table import build_headers
 from reward_samples import decode, make_rollout, write_function
 
