@@ -81,7 +81,7 @@ PLACES = (
     ("formula of GRPO's advantages", "algorithms/advantages.py", "compute_grpo_advantages"),
     ("formulas of the further advantage estimators (RLOO, GAE)", "algorithms/estimators.py", "compute_gae_advantages"),
     ("formulas of the further policy losses (GSPO, CISPO)", "algorithms/policy_losses.py", "compute_gspo_loss"),
-    ("coefficient of the KL term, adapted", "algorithms/kl.py", "AdaptiveKL"),
+    ("coefficient of the KL term, adapted", "algorithms/losses.py", "AdaptiveKL"),
     ("responses kept out of the loss (cut, failed)", "samples/table.py", "build_headers"),
     ("denominators of the loss", "algorithms/aggregation.py", "aggregate"),
     ("batch arithmetic and its refusals", "config/batch_plan.py", "BatchPlan"),

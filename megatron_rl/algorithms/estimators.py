@@ -13,8 +13,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.advantages import STD_EPSILON, centre, centre_scores, compute_grpo_advantages
-from megatron_rl.algorithms.plugin_types import AdvantageInputs, Advantages, mark_first
+from megatron_rl.algorithms.advantages import (
+    STD_EPSILON,
+    AdvantageInputs,
+    Advantages,
+    centre,
+    centre_scores,
+    compute_grpo_advantages,
+)
+from megatron_rl.algorithms.losses import mark_first
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.types import UserError
 

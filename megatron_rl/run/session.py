@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from megatron_rl.algorithms.losses import AdaptiveKL
 from megatron_rl.config.placement import format_ranks
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import describe_engine
@@ -32,7 +33,6 @@ from megatron_rl.training.fast_path import find_fast_paths, format_table
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
-    from megatron_rl.algorithms.kl import AdaptiveKL
     from megatron_rl.capsule.recorder import CapsuleRecorder
 
 
@@ -208,8 +208,6 @@ class Session:
         self.teachers = made.teachers
         self.kl: AdaptiveKL | None = None
         if (algorithm := config.algorithm).kl_controller == "adaptive":
-            from megatron_rl.algorithms.kl import AdaptiveKL
-
             self.kl = AdaptiveKL(algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
         self.trained = made.trained
         self.checkpoints = Checkpoints(

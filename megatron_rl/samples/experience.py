@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import advantages as estimation
-from megatron_rl.algorithms.catalog import CHOOSES_TOKENS, has_importance_weights
-from megatron_rl.algorithms.losses import find_clipped
-from megatron_rl.algorithms.plugin_types import PolicyLossInputs
+from megatron_rl.algorithms.catalog import CHOOSES_TOKENS
+from megatron_rl.algorithms.losses import PolicyLossInputs, compute_kl, find_clipped, has_importance_weights
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.observability.metrics import NUM_BEST, TokenTexts, as_numbers, token_fields
 from megatron_rl.parallel.collectives import reduce_scalars
@@ -364,8 +363,6 @@ def measure_kl(headers: Headers, batch: TrainBatch, kl_type: str, group: dist.Pr
 
 
 def _compute_kl(batch: TrainBatch, kl_type: str) -> torch.Tensor:
-    from megatron_rl.algorithms.kl import compute_kl
-
     kl = compute_kl(batch.column("old_logprobs"), batch.column("ref_logprobs"), kl_type)
     return torch.where(batch.loss_mask, kl, 0.0)
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.algorithms.catalog import has_importance_weights
 from megatron_rl.algorithms.importance import (
     Responses,
     compute_importance_weights,
     finish_importance_weights,
     normalize_weights,
 )
+from megatron_rl.algorithms.losses import has_importance_weights
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.samples.experience import finish_mismatch, sum_mismatch
 
