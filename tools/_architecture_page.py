@@ -28,7 +28,7 @@ SAMPLES_ROAD = (
     ("samples that have begun, and the requests of their next turns", "rollout/episodes.py", "Episodes"),
     ("one engine, step by step, until the phase ends", "rollout/serving.py", "serve"),
     ("tokens and log-probs", "engines/vllm/vllm_engine.py", "VllmEngine"),
-    ("rewards", "rewards/scorer.py", "Scorer"),
+    ("rewards", "rewards/scoring.py", "Scorer"),
     ("headers of all samples on every rank", "samples/table.py", "Headers"),
     ("tokens that a role fetches", "samples/table.py", "fetch"),
     ("microbatches of a token budget", "samples/batch.py", "Packer"),

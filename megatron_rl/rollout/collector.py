@@ -31,7 +31,7 @@ from megatron_rl.engines.protocol import SamplingConfig
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import gather_objects, open_store, raise_together, reduce_scalars, world
 from megatron_rl.rewards.answers import compute_validation_metrics
-from megatron_rl.rewards.scorer import OVERLONG, Scorer
+from megatron_rl.rewards.scoring import OVERLONG, Scorer
 from megatron_rl.rollout.episodes import SampleGroups, SampleOrder, describe_episodes
 from megatron_rl.rollout.generation import OnFinished, RolloutGenerator
 from megatron_rl.rollout.serving import (

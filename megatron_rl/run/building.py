@@ -24,7 +24,7 @@ from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, align_group_names, gather_objects, share_object, world
 from megatron_rl.parallel.groups import ParallelGroups, join_groups
-from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rewards.plan import open_scorer
 from megatron_rl.rollout.collector import Collector, RewardSources, RolloutStream, open_stream
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.serving import open_channel
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megatron_rl.data.prompts import PromptSet
     from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.parallel.layout import ParallelLayout
-    from megatron_rl.rewards.scorer import SourceSpec
+    from megatron_rl.rewards.scoring import SourceSpec
     from megatron_rl.samples.experience import Experience
     from megatron_rl.training.roles.actor import Actor
     from megatron_rl.weights.shard_box import ShardBox
@@ -326,7 +326,7 @@ def build_rollout_members(
     prompts = order_prompts(config, inputs.train, inputs.train.prompts)
     if parts.rollouts:
         return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, models)
-    scorer = Scorer(inputs.reward_plan, config.reward, read)
+    scorer = open_scorer(inputs.reward_plan, read)
     rewards = RewardSources(scorer, add_scores, inputs.spec.needs_greedy_baseline)
     episodes = None
     if config.agents.has_episodes:
