@@ -24,7 +24,7 @@ import torch  # noqa: E402
 import megatron_rl  # noqa: E402
 from launch import pretrain_grpo, pretrain_sft  # noqa: E402
 from megatron_rl.engines.local.transformers import HuggingFaceEngine  # noqa: E402
-from megatron_rl.rewards.scorer import Scorer  # noqa: E402
+from megatron_rl.rewards.scoring import Scorer  # noqa: E402
 from megatron_rl.rollout.generation import RolloutGenerator  # noqa: E402
 from megatron_rl.run.command_line import leave, run_command  # noqa: E402
 from megatron_rl.run.grpo import Trainer  # noqa: E402

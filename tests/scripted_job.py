@@ -26,12 +26,10 @@ from megatron_rl.engines.protocol import BuiltEngine, Request, Sampled, Sampling
 from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.rollout.collector import Collector, RewardSources
+from megatron_rl.rollout.collector import Clock, Collector, RewardSources, RolloutStream, Taken
+from megatron_rl.rollout.episodes import SampleOrder
 from megatron_rl.rollout.generation import RolloutGenerator
-from megatron_rl.rollout.order import SampleOrder
-from megatron_rl.rollout.phase import ScheduleTrace, TrainingEnd, open_phase_end, read_trace
-from megatron_rl.rollout.serving import open_channel
-from megatron_rl.rollout.stream import Clock, RolloutStream, Taken
+from megatron_rl.rollout.serving import ScheduleTrace, TrainingEnd, open_channel, open_phase_end, read_trace
 from megatron_rl.types import Prompt, Rollout
 
 SAMPLING = SamplingConfig(temperature=1.0, max_tokens=40, stop_token_ids=())

@@ -12,7 +12,7 @@ from chat_templates import write_chat_tokenizer
 
 from megatron_rl.agents.episode import Answer, Setup
 from megatron_rl.agents.in_rank import EpisodeProcesses
-from megatron_rl.agents.recording import Recording
+from megatron_rl.rollout.episodes import Recording
 from megatron_rl.types import Prompt, Rollout
 
 QUESTION = [{"role": "user", "content": "hello"}]

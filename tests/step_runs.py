@@ -18,8 +18,7 @@ from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.samples.fixed_shapes import Buckets
-from megatron_rl.samples.microbatches import plan_microbatches
-from megatron_rl.samples.prefix import share_prompts
+from megatron_rl.samples.microbatches import plan_microbatches, share_prompts
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.critic import Critic

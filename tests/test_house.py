@@ -49,7 +49,6 @@ BEHIND_DOORS = (
     "agents.transcript",
     "algorithms.estimators",
     "algorithms.importance",
-    "algorithms.kl",
     "algorithms.policy_losses",
     "capsule.",
     "checkpoint.peft",

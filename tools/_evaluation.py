@@ -22,12 +22,11 @@ from megatron_rl.data.rows import read_rows
 from megatron_rl.observability.metrics import TokenTexts, write_rows
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.rewards.answers import CORRECT_FROM, estimate_pass_at_k
-from megatron_rl.rewards.scorer import OVERLONG
+from megatron_rl.rewards.scoring import OVERLONG
 from megatron_rl.rollout.collector import correctness_of
 from megatron_rl.run.building import RunSinks, build_roles, build_rollout_members, check_agreement, group_timeout
 from megatron_rl.run.inputs import Parts, localize, read_rl_inputs
-from megatron_rl.samples.describe import rollout_row
-from megatron_rl.samples.experience import Experience
+from megatron_rl.samples.experience import Experience, rollout_row
 from megatron_rl.samples.table import FINISH_REASONS, Headers, join_headers
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup

@@ -30,9 +30,13 @@ from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantage
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.catalog import CHOOSES_TOKENS
 from megatron_rl.algorithms.importance import Responses, compute_importance_weights, normalize_weights
-from megatron_rl.algorithms.kl import AdaptiveKL, compute_kl, measure_for_target
-from megatron_rl.algorithms.losses import compute_policy_loss
-from megatron_rl.algorithms.plugin_types import PolicyLossInputs
+from megatron_rl.algorithms.losses import (
+    AdaptiveKL,
+    PolicyLossInputs,
+    compute_kl,
+    compute_policy_loss,
+    measure_for_target,
+)
 from megatron_rl.algorithms.policy_losses import choose_tokens
 from megatron_rl.compat.name_groups import AGGREGATIONS, ESTIMATORS, KL_TYPES, LOSS_MODES
 from megatron_rl.config.schema import AlgorithmConfig

@@ -8,8 +8,9 @@ float64, results are float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +20,81 @@ from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the d
     ADVANTAGE_ESTIMATORS,
     register_advantage_estimator,
 )
-from megatron_rl.algorithms.plugin_types import AdvantageInputs, Advantages, number_segments
+from megatron_rl.algorithms.losses import number_segments
 from megatron_rl.config.fields import find_options
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.extension.registry import find_entry
 from megatron_rl.types import UserError
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """Inputs of an advantage estimator; sequences are contiguous and whole in the flat [t] tensors.
+
+    A fully masked response counts in its group's baseline but gets no advantages. Rollouts without a reward (failed
+    episode or reward service) are dropped before an estimator is called.
+
+    Attributes:
+        scores: [num_rollouts] float64, rewards (minus KL if `kl_in` is "reward"), equal on every rank.
+        group_sizes: [num_groups] rollouts per prompt, in order.
+        baselines: [num_groups] reward of the greedy response, if needed.
+        token_rewards: [t] float32 from `compute_token_rewards`.
+        values: [t]; `values[i]` is the critic's value of the state in which `tokens[i]` was chosen.
+        loss_mask: [t] bool.
+        sequence_ids: [t] int64; -1 on padding.
+        group: data parallel group over which the rollouts are spread.
+        rollout_ids: [t] int64; `None` if every rollout is one sequence.
+        old_logprobs: [t] of the policy before the update.
+        sum_pi_squared: [t] sum of squared probabilities over the vocabulary, if needed.
+        importance_weights: [t], or `None`.
+        components: name -> [num_rollouts] float64 of each reward component; NaN where a rollout does not report it.
+        has_reward: [num_rollouts] bool; always `None` for estimators.
+    """
+
+    scores: np.ndarray
+    group_sizes: np.ndarray
+    baselines: np.ndarray | None
+    token_rewards: torch.Tensor
+    values: torch.Tensor | None
+    loss_mask: torch.Tensor
+    sequence_ids: torch.Tensor
+    group: dist.ProcessGroup
+    rollout_ids: torch.Tensor | None = None
+    old_logprobs: torch.Tensor | None = None
+    sum_pi_squared: torch.Tensor | None = None
+    importance_weights: torch.Tensor | None = None
+    options: Any = None
+    components: Mapping[str, np.ndarray] = field(default_factory=dict)
+    has_reward: np.ndarray | None = None
+
+    def grouped_scores(self) -> list[np.ndarray]:
+        """Return the scores of each group: [num_groups][group size] float64."""
+        return np.split(np.asarray(self.scores, np.float64), np.cumsum(self.group_sizes)[:-1])
+
+    def expand(self, per_rollout: Sequence[float] | np.ndarray) -> torch.Tensor:
+        """Give every token in the loss its rollout's value: [num_rollouts] -> [t] float32, 0 elsewhere."""
+        table = torch.tensor([*per_rollout, 0.0], dtype=torch.float32, device=self.loss_mask.device)
+        return torch.where(self.loss_mask, table[self.find_rollouts()], 0.0)
+
+    def find_rollouts(self) -> torch.Tensor:
+        """Return the index of each token's rollout, [t] int64; arbitrary on padding."""
+        return self.sequence_ids if self.rollout_ids is None else self.rollout_ids
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Output of an advantage estimator.
+
+    Attributes:
+        advantages: [t] float32, 0 outside the loss mask.
+        returns: [t] float32 targets for the critic, or `None`.
+        metrics: number equal on every rank, or tensor [t] to average over all ranks' tokens in the loss.
+    """
+
+    advantages: torch.Tensor
+    returns: torch.Tensor | None = None
+    metrics: Mapping[str, float | torch.Tensor] = field(default_factory=dict)
+
 
 _SETTING = "algorithm.adv_estimator"
 

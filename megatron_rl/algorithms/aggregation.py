@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,34 @@ from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the d
     LOSS_AGGREGATIONS,
     register_loss_aggregation,
 )
-from megatron_rl.algorithms.plugin_types import AggregationInputs, SequenceWeights
 from megatron_rl.extension.registry import find_entry
 from megatron_rl.types import LossLedger, UserError
+
+
+@dataclass(frozen=True)
+class AggregationInputs:
+    """Inputs of an aggregation, over all ranks of one minibatch.
+
+    Attributes:
+        lengths: [num_seqs] float64, tokens in the loss of each rollout; 0 if fully masked.
+        max_response_length: `algorithm.loss_scale_factor`, or `data.max_response_length`.
+    """
+
+    lengths: np.ndarray
+    max_response_length: int | float
+    options: Any = None
+
+
+@dataclass(frozen=True)
+class SequenceWeights:
+    """Output of an aggregation.
+
+    Attributes:
+        weights: [num_seqs] float64 weight of each token of a sequence; 0 without tokens in the loss.
+    """
+
+    weights: np.ndarray
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def weigh_token_mean(inputs: AggregationInputs) -> np.ndarray:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_rl.config.algorithm import SAMPLED
 from megatron_rl.config.fields import OPTIONS
@@ -23,19 +23,10 @@ from megatron_rl.config.schema import AlgorithmConfig, RunConfig
 from megatron_rl.extension.registry import Deferred, add_entry, describe_place
 from megatron_rl.types import UserError
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-    from megatron_rl.algorithms.plugin_types import AdvantageInputs, Advantages, AggregationInputs, PolicyLossInputs
-
-
-AdvantageEstimator = Callable[["AdvantageInputs", AlgorithmConfig], "torch.Tensor | Advantages"]
-PolicyLoss = Callable[
-    ["PolicyLossInputs", AlgorithmConfig],
-    "tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]",
-]
-LossAggregation = Callable[["AggregationInputs"], "np.ndarray | tuple[np.ndarray, dict[str, float]]"]
+# Of `AdvantageInputs`, `PolicyLossInputs` and `AggregationInputs`, whose modules import this one.
+AdvantageEstimator = Callable[[Any, AlgorithmConfig], Any]
+PolicyLoss = Callable[[Any, AlgorithmConfig], tuple[Any, ...]]
+LossAggregation = Callable[[Any], Any]
 
 _ESTIMATOR, _LOSS, _AGGREGATION = "algorithm.adv_estimator", "algorithm.policy_loss", "algorithm.loss_agg_mode"
 
@@ -235,8 +226,3 @@ def find_early_reader_of_loss(algorithm: AlgorithmConfig, minibatches: int, *, h
     if has_branches and algorithm.reject_sequence_above is not None:
         return "algorithm.reject_sequence_above rejects episodes with all their branches"
     return ""
-
-
-def has_importance_weights(config: AlgorithmConfig) -> bool:
-    """Return whether the config demands importance weights or the rejection of responses."""
-    return config.importance_sampling not in ("none", "bypass") or config.reject_sequence_above is not None

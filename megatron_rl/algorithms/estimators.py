@@ -13,8 +13,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.advantages import STD_EPSILON, centre, centre_scores, compute_grpo_advantages
-from megatron_rl.algorithms.plugin_types import AdvantageInputs, Advantages, mark_first
+from megatron_rl.algorithms.advantages import (
+    STD_EPSILON,
+    AdvantageInputs,
+    Advantages,
+    centre,
+    centre_scores,
+    compute_grpo_advantages,
+)
+from megatron_rl.algorithms.losses import mark_first
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.types import UserError
 
@@ -177,7 +184,7 @@ def compute_gae_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
 
 
 def compute_distill_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """Return zeros: distillation ignores rewards, and `samples/describe.py` adds log-prob gaps to the teachers."""
+    """Return zeros: distillation ignores rewards, and `samples/experience.py` adds log-prob gaps to the teachers."""
     return torch.zeros_like(inputs.token_rewards)
 
 

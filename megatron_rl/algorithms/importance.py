@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.algorithms.plugin_types import MAX_LOG_RATIO, mark_first, number_segments, sum_per_segment
+from megatron_rl.algorithms.losses import MAX_LOG_RATIO, mark_first, number_segments, sum_per_segment
 from megatron_rl.config.schema import AlgorithmConfig
 
 

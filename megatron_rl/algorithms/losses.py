@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy's total loss: policy-gradient term, KL, entropy and distillation, with metrics; PPO's policy loss.
 
+Also KL(policy || reference) per token (J. Schulman, "Approximating KL Divergence", 2020), and its adaptive coefficient.
+
 `loss_weights` hold global denominators (`aggregation.py`): sums over microbatches and DP ranks give the optimizer
-step's loss. Shapes depend on t only, for CUDA graphs.
+step's loss. Shapes depend on t only, for CUDA graphs; so do those of the sums over
+packed sequences.
 
 A policy loss returns the loss of each token, and whether its gradient is clipped; `policy_losses.py` has the further
 ones.
@@ -10,20 +13,59 @@ ones.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the decorator from here
     POLICY_LOSSES,
     register_policy_loss,
 )
-from megatron_rl.algorithms.plugin_types import MAX_LOG_RATIO, PolicyLossInputs
 from megatron_rl.config.fields import find_options
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.extension.registry import find_entry
 from megatron_rl.types import UserError
+
+MAX_LOG_RATIO = 20.0  # bound of exponentiated log-ratios: e^20 = 4.9e8 does not overflow float32, even squared
+
+
+@dataclass(frozen=True)
+class PolicyLossInputs:
+    """Inputs of a policy loss for one microbatch, [t] each; sequences (branches of rollouts) are contiguous and whole.
+
+    Attributes:
+        logprobs: of the current policy, differentiable.
+        old_logprobs: of the policy before the update.
+        sequence_ids: int64; -1 on padding.
+        chosen: bool, tokens picked by `choose_tokens`, or `None`.
+    """
+
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    loss_mask: torch.Tensor
+    sequence_ids: torch.Tensor
+    chosen: torch.Tensor | None = None
+    options: Any = None
+
+
+def number_segments(sequence_ids: torch.Tensor) -> torch.Tensor:
+    """Number the runs of equal ids consecutively from 0, [t] int64; padding is a run of its own."""
+    return sequence_ids.diff(prepend=sequence_ids[:1]).ne(0).cumsum(0)
+
+
+def sum_per_segment(values: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+    """Give every token the sum over its segment, [t] float64, because a GPU adds in arbitrary order."""
+    sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)
+    return sums.index_add(0, segments, values.double())[segments]
+
+
+def mark_first(sequence_ids: torch.Tensor) -> torch.Tensor:
+    """Mark the first token of each run of equal ids, [t] bool."""
+    return sequence_ids.diff(prepend=sequence_ids[:1] - 1).ne(0)
+
 
 _SETTING = "algorithm.policy_loss"
 
@@ -66,7 +108,9 @@ def compute_policy_loss(
         token_loss = token_loss * importance_weights
     policy = weighted_sum(token_loss)
     nothing = torch.zeros_like(policy)
-    kl = nothing if ref_logprobs is None else _compute_kl(tokens, ref_logprobs, config.kl_type)
+    kl = nothing
+    if ref_logprobs is not None:
+        kl = compute_kl(tokens.logprobs, torch.where(mask, ref_logprobs, 0.0), config.kl_type)
     kl_term = config.kl_coef * weighted_sum(kl) if config.kl_in == "loss" else nothing
     entropy_term = -config.entropy_coef * weighted_sum(entropy) if config.entropy_coef else nothing
     loss = policy + kl_term + entropy_term
@@ -87,12 +131,6 @@ def compute_policy_loss(
             "max/deviation": (tokens.logprobs - tokens.old_logprobs).abs().max(),
         }
     return loss, metrics | reported
-
-
-def _compute_kl(inputs: PolicyLossInputs, ref_logprobs: torch.Tensor, kl_type: str) -> torch.Tensor:
-    from megatron_rl.algorithms.kl import compute_kl
-
-    return compute_kl(inputs.logprobs, torch.where(inputs.loss_mask, ref_logprobs, 0.0), kl_type)
 
 
 @torch.no_grad()
@@ -173,3 +211,70 @@ def clip_surrogate(
 def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     """Return exp of the log-ratio bounded to +-20: beyond, gradients would overflow to inf * 0 = nan."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+_MAX_ERROR = 0.2
+
+
+def compute_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kl_type: str) -> torch.Tensor:
+    """Estimate the KL divergence per token, [t], with log r = ref_logprobs - logprobs.
+
+        k1 = -log r            unbiased, high variance
+        k2 = (log r)^2 / 2     biased, low variance
+        k3 = r - 1 - log r     unbiased, low variance, never negative
+        abs = |log r|          a distance, no estimate of the divergence
+
+    Beyond log r = 20, k3 continues along its tangent in r, to avoid overflow.
+    """
+    log_ratio = ref_logprobs - logprobs
+    if kl_type == "k1":
+        return -log_ratio
+    if kl_type == "k2":
+        return 0.5 * log_ratio.square()
+    if kl_type == "k3":
+        bounded = log_ratio.clamp(max=MAX_LOG_RATIO)
+        return torch.expm1(bounded) + bounded.exp() * (log_ratio - bounded) - log_ratio
+    if kl_type == "abs":
+        return log_ratio.abs()
+    raise ValueError(f"unknown kl_type {kl_type!r}")
+
+
+class AdaptiveKL:
+    """Proportional controller in log space (Ziegler et al., arXiv 1909.08593).
+
+    error = clip(KL / target - 1, -0.2, 0.2)               KL in nats
+    coef <- coef (1 + gain error)                          gain = min(num_responses / horizon, 1)
+    """
+
+    def __init__(self, coef: float, target: float, horizon: float) -> None:
+        self.coef, self.target, self.horizon = coef, target, horizon
+
+    def update(self, measured_kl: float, num_responses: int) -> None:
+        """Raise the coefficient if the KL is above the target, lower it if below."""
+        error = min(max(measured_kl / self.target - 1.0, -_MAX_ERROR), _MAX_ERROR)
+        self.coef *= 1.0 + error * min(num_responses / self.horizon, 1.0)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the current coefficient."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore the coefficient; an empty state changes nothing."""
+        self.coef = state.get("coef", self.coef)
+
+
+def measure_for_target(kl: np.ndarray, tokens: np.ndarray, config: AlgorithmConfig) -> float:
+    """Return the KL to compare with `kl_target`: the mean over responses of each response's KL.
+
+    With `kl_target_per` "token", a response's KL is divided by its number of loss tokens.
+
+    Args:
+        kl: [num_rollouts], summed over loss tokens.
+        tokens: [num_rollouts], number of loss tokens.
+    """
+    return float(np.mean(kl / np.maximum(tokens, 1) if config.kl_target_per == "token" else kl))
+
+
+def has_importance_weights(config: AlgorithmConfig) -> bool:
+    """Return whether the config demands importance weights or the rejection of responses."""
+    return config.importance_sampling not in ("none", "bypass") or config.reject_sequence_above is not None

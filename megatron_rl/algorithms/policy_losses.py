@@ -14,8 +14,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.losses import bounded_ratio, clip_surrogate
-from megatron_rl.algorithms.plugin_types import MAX_LOG_RATIO, PolicyLossInputs, number_segments, sum_per_segment
+from megatron_rl.algorithms.losses import (
+    MAX_LOG_RATIO,
+    PolicyLossInputs,
+    bounded_ratio,
+    clip_surrogate,
+    number_segments,
+    sum_per_segment,
+)
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.parallel.collectives import gather_objects
 

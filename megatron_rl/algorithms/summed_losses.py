@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_rl.algorithms.losses import bounded_ratio
-from megatron_rl.algorithms.plugin_types import number_segments, sum_per_segment
+from megatron_rl.algorithms.losses import bounded_ratio, number_segments, sum_per_segment
 from megatron_rl.types import UserError
 
 Columns = Mapping[str, torch.Tensor]

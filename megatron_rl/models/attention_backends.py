@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.models.segments import Segments
-from megatron_rl.samples.prefix import SegmentKeys
+from megatron_rl.samples.batch import SegmentKeys
 
 _SINK_CHANNELS = 8  # one holds the sink; GPU kernels require head sizes that are multiples of 8
 

@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores, and the built-in reward rules; `functions.py` has the user's functions.
+"""Scores: the built-in reward rules, the weighted sum of reward sources, and the scoring of one rank's rollouts.
+
+    reward = sum_i weight_i * score_i  + sum_m weight_m * score_m of reward models  + soft overlong punishment
+
+    generator.generate(..., on_finished=scorer.begin)         # workers and services start at once
+    scored = scorer.finish(rollouts of this rank)             # waits
+
+`plan.py` reads the sum from the config and opens its sources; `functions.py` has the user's functions. Reward models
+score elsewhere and collectively: `add_model_scores` of `training/roles` follows `compute_reward`. Scores do not depend
+on whether or when `begin` was called.
 
 Invariant: every `Score` is finite. Rules never raise on a response, and unreadable answers are wrong: `exact_match`
 compares texts, `score_math` meanings, `marks_answer` only the form.
@@ -9,14 +18,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from megatron_rl.rewards.answers import extract_answer
-from megatron_rl.types import Rollout, UserError, text_of
+from megatron_rl.config.schema import REWARD_MODEL, RewardConfig
+from megatron_rl.rewards.answers import RESTATES, extract_answer, restates_prompt
+from megatron_rl.types import SERVICE_FAILURES, Rollout, UserError, text_of
 
 LARGEST = 1e18  # limit of a reward: its square, in a group's variance, is finite in float32
 _LONGEST_RESPONSE, _LONGEST_NAME = 200, 100
@@ -221,3 +232,166 @@ def score_by_rule(rule: Rule, rollout: Rollout) -> Score:
 def list_truths(ground_truth: Any) -> list[Any]:
     """Return the alternative ground truths as a list."""
     return ground_truth if isinstance(ground_truth, list) else [ground_truth]
+
+
+OVERLONG = "overlong"
+# Counts of failures; their names have no source prefix in a sum.
+_COUNTED = (SERVICE_FAILURES, *COUNTS)
+# Names of other metrics reward/<name>.
+RESERVED = (REWARD_MODEL, OVERLONG, RESTATES, *_COUNTED, "mean", "uninformative_groups")
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """One reward source.
+
+    Attributes:
+        name: of its component in the logs.
+        target: a rule, "path.py:name", a service URL, or a reward model, "model" or "model:NAME".
+        setting: config setting that names the target, for errors.
+        function: `None` for a service or model.
+        takes_group: see `calls.takes_group`.
+    """
+
+    name: str
+    weight: float
+    target: str
+    setting: str
+    function: RewardFunction | None
+    takes_group: bool = False
+
+
+@dataclass(frozen=True)
+class RewardPlan:
+    """The weighted sum of reward sources.
+
+    Attributes:
+        sources: rules, functions and services.
+        is_sum: whether `reward.components` is set; scores are then logged by source.
+        max_response_length: tokens.
+    """
+
+    sources: tuple[SourceSpec, ...]
+    models: tuple[SourceSpec, ...]
+    is_sum: bool
+    config: RewardConfig
+    max_response_length: int
+
+    @property
+    def takes_groups(self) -> bool:
+        """Whether a source scores all responses to a prompt in one call."""
+        return any(source.takes_group for source in self.sources)
+
+
+def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) -> tuple[float, dict[str, float]]:
+    """Return a response's reward without the reward model, and the components to log.
+
+    An environment's reward (not NaN) replaces the sum of the sources, and its components with a taken name become
+    "environment/name". If `plan.is_sum`, a source's score is logged as "source" and its components as
+    "source/component"; else components keep their names unless another metric has them.
+
+    Raises:
+        UserError: the sum is not finite or too large.
+    """
+    is_given, buffer = not math.isnan(rollout.reward), plan.config.overlong_buffer_length
+    reward, components = rollout.reward if is_given else 0.0, {}
+    for source, score in zip(() if is_given else plan.sources, scores, strict=True):
+        reward += source.weight * score.value
+        if plan.is_sum:
+            components[source.name] = score.value
+        for name, value in score.components.items():
+            is_bare = name in _COUNTED or not (plan.is_sum or name in RESERVED)
+            key = name if is_bare else f"{source.name}/{name}"
+            components[key] = components.get(key, 0.0) + value
+    if buffer:
+        # DAPO, arXiv 2503.14476, equation 13
+        excess = len(rollout.response_tokens) - (plan.max_response_length - buffer)
+        share = min(max(excess / buffer, 0.0), 1.0)
+        components[OVERLONG] = -plan.config.overlong_penalty * share or 0.0  # not -0.0
+        reward += components[OVERLONG]
+    if not abs(reward) <= LARGEST:
+        source = "the environment (agents.environment or agents.program)" if is_given else "reward"
+        raise refuse_reward(reward, describe_rollout(rollout), source)
+    taken = {*RESERVED, *components}
+    given = rollout.reward_components.items()
+    return reward, {f"environment/{name}" if name in taken else name: value for name, value in given} | components
+
+
+def refuse_reward(reward: float, what: str, source: str = "reward") -> UserError:
+    """Return the error of a reward that is not finite or too large."""
+    return UserError(
+        f"the reward is {reward:g}\n{what}",
+        source=source,
+        expected=f"at most {LARGEST:g} in size, so that sums over a batch are finite",
+        hint="scale the scores of the reward sources",
+    )
+
+
+# (decoded response, step) -> function that waits for the score (UserError if it failed). It must not raise itself: the
+# rollout engine calls it.
+RewardSource = Callable[[Rollout, int], Callable[[], Score]]
+
+
+class Scorer:
+    """The local reward sources of one rank, opened by `plan.open_scorer`; no communication with other ranks.
+
+    Args:
+        decode: response tokens -> text.
+        notice_children: context in which processes that functions leave behind are noticed.
+
+    Attributes:
+        close: ends workers, requests, and processes left behind by reward functions.
+        is_concurrent: whether scoring starts before `finish`.
+        takes_groups: whether a source scores all responses to a prompt in one call.
+    """
+
+    def __init__(
+        self,
+        plan: RewardPlan,
+        sources: Sequence[RewardSource],
+        decode: Callable[[Sequence[int]], str],
+        *,
+        is_concurrent: bool,
+        notice_children: Callable[[], AbstractContextManager],
+        close: Callable[[], None],
+    ) -> None:
+        self._plan, self._sources, self._decode, self._notice_children = plan, sources, decode, notice_children
+        self.is_concurrent, self.takes_groups, self.close = is_concurrent, plan.takes_groups, close
+        self._begun: dict[int, tuple[Rollout, Rollout, list[Callable[[], Score]]]] = {}
+
+    def begin(self, rollout: Rollout, step: int = 0) -> None:
+        """Decode the last turn and start scoring it (step 0: validation); `finish` must get the same object.
+
+        A rollout with an environment's reward is only decoded.
+        """
+        decoded = replace(rollout, response=self._decode(rollout.answer_tokens.tolist()))
+        sources = self._sources if math.isnan(rollout.reward) else []
+        waits = [begin(decoded, step) for begin in sources]
+        self._begun[id(rollout)] = rollout, decoded, waits  # an id is unique only while its object exists
+
+    def finish(self, rollouts: Sequence[Rollout], step: int | Sequence[int] = 0) -> list[Rollout]:
+        """Return this rank's rollouts with response and reward, without the reward model's part.
+
+        The component `RESTATES` is 1.0 if an answer that restates the prompt got a positive reward.
+
+        Args:
+            step: one for all or one per rollout; for rollouts that `begin` has not received.
+
+        Raises:
+            UserError: a source failed on a rollout or a sum is not finite; the first in order.
+        """
+        for rollout, its_step in zip(rollouts, np.broadcast_to(step, len(rollouts)).tolist(), strict=True):
+            if id(rollout) not in self._begun:
+                self.begin(rollout, its_step)
+        scored = []
+        with self._notice_children():
+            for _, decoded, waits in (self._begun.pop(id(rollout)) for rollout in rollouts):
+                scores = [wait() for wait in waits]
+                failure = next((score.failure for score in scores if score.failure), decoded.failure)
+                reward, components = compute_reward(self._plan, scores, decoded)
+                prompt, truths = decoded.prompt, list_truths(decoded.prompt.ground_truth)
+                are_texts = reward > 0 and all(isinstance(truth, str) for truth in truths)
+                if are_texts and restates_prompt(decoded.response, prompt.text, truths, prompt.data_source):
+                    components[RESTATES] = 1.0
+                scored.append(replace(decoded, reward=reward, reward_components=components, failure=failure))
+        return scored

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.rewards.answers import extract_answer
-from megatron_rl.rewards.scorer import RewardPlan
-from megatron_rl.rewards.scoring import UNMARKED, Rule, shorten
+from megatron_rl.rewards.scoring import UNMARKED, RewardPlan, Rule, shorten
 from megatron_rl.types import Rollout
 
 _MARK = (

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Begun samples of an engine. A plain response is an episode without an environment, which ends with its first reply.
+"""Samples of an engine: their numbers, their recorded tokens (`Recording`), and the begun ones (`Episodes`).
+
+A key numbers a sample; prompt, seed and engine follow from it. A plain response is an episode without an environment,
+which ends with its first reply.
 
 Before each step the engine waits until the environments have answered all finished replies, so batch composition
 depends only on sampled tokens and runs are bitwise reproducible. The price is that nothing is sampled while an
@@ -13,20 +16,298 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from megatron_rl.agents.recording import Recording
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections import AgentsConfig
+from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig, derive_seed
-from megatron_rl.rollout.order import Samples
-from megatron_rl.types import FAILED, Rollout
+from megatron_rl.types import FAILED, Branch, KeptSets, Prompt, Rollout, Turn, complete_routes
 
 if TYPE_CHECKING:
     from megatron_rl.agents.episode import Answer
     from megatron_rl.agents.in_rank import AnyEpisodes
+
+
+class Recording:
+    """An episode's record in branches: token sequences that grow by replies and observations.
+
+    A request continues the longest branch that its tokens begin with; its further tokens are an observation. Any other
+    request starts a branch, or replaces the prompt before the first reply. So training uses each token from the engine
+    exactly once, and no other.
+
+    Attributes:
+        reward: sum over turns, or `None` without any.
+        interrupted: number of tokens of a reply that will be continued.
+    """
+
+    def __init__(self, prompt: Prompt, sample_index: int) -> None:
+        self.prompt, self._sample_index = prompt, sample_index
+        self._contexts, self._current = [_Context(_Part(prompt.tokens))], 0
+        self._turns: list[Turn] = []
+        self.interrupted = 0
+        self.reward: float | None = None
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Recording:
+        """Resume the recording of a rollout that `finish` built; rewards of its earlier turns are not restored."""
+        found, last = cls(rollout.prompt, rollout.sample_index), rollout.turns[-1:]
+        found._contexts = [_Context.of(branch) for branch in rollout.branches]
+        found._turns = list(rollout.turns)
+        if last and rollout.finish_reason == "interrupted":
+            found._current, found.interrupted = last[0].branch, last[0].stop - last[0].start
+        return found
+
+    @property
+    def num_turns(self) -> int:
+        """Return the number of replies, including an interrupted one."""
+        return len(self._turns)
+
+    @property
+    def num_forks(self) -> int:
+        """Return the number of branches after the first."""
+        return len(self._contexts) - 1
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Return the tokens of the last request and its reply, [s] int32."""
+        return self._contexts[self._current].joined
+
+    @property
+    def num_sampled(self) -> int:
+        """Return the number of tokens that the engine returned."""
+        return sum(turn.stop - turn.start for turn in self._turns)
+
+    def record_request(self, tokens: np.ndarray) -> None:
+        """Record a request: continue the longest branch that the tokens begin with, or start a branch."""
+        known = [i for i, context in enumerate(self._contexts) if context.begins(tokens)]
+        if not known:
+            begun = _Context(_Part(tokens))
+            self._contexts = [*self._contexts, begun] if self._turns else [begun]
+        self._current = max(known, key=lambda i: self._contexts[i].length, default=len(self._contexts) - 1)
+        context = self._contexts[self._current]
+        if len(tokens) > context.length:
+            context.append(_Part(tokens[context.length :]))
+
+    def reply(
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        version: int,
+        kept: KeptSets | None = None,
+        routes: np.ndarray | None = None,
+        inserted: np.ndarray | None = None,
+        *,
+        is_whole: bool = True,
+    ) -> None:
+        """Record the engine's reply to the last request, or the continuation of an interrupted reply.
+
+        Args:
+            tokens, logprobs: [s], new tokens only.
+            inserted: [s] bool, tokens that were not sampled, if any.
+            kept: [s] token sets that truncated sampling drew the new tokens from.
+            version: policy version.
+            routes: expert choices for all tokens up to the reply's end, as in `Sampled`.
+            is_whole: whether the reply ends here; if not, the next call continues it in the same turn.
+        """
+        context = self._contexts[self._current]
+        start = context.length - self.interrupted
+        if self.interrupted:
+            self._turns.pop()
+        self.interrupted = 0 if is_whole else self.interrupted + len(tokens)
+        if is_whole or self.interrupted:
+            self._turns.append(Turn(self._current, start, context.length + len(tokens)))
+            sampled = True if inserted is None else ~inserted
+            context.append(_Part(np.asarray(tokens, np.int32), np.asarray(logprobs), version, sampled, kept))
+            context.add_routes(routes, version)
+
+    def last_reply(self) -> tuple[list[int], list[float]]:
+        """Return the last reply's tokens and their log-probs."""
+        start = self._turns[-1].start
+        context = self._contexts[self._current]
+        return context.joined[start:].tolist(), context.logprobs[start:].tolist()
+
+    def judge(self, reward: float) -> None:
+        """Add the last reply's reward to the episode's.
+
+        If the reply is on the newest branch, the reward is also stored there, as a turn reward.
+        """
+        self.reward = (self.reward or 0.0) + reward
+        if self._turns[-1].branch == self.num_forks:
+            self._contexts[-1].rewards[self._turns[-1].stop - 1] = reward
+
+    def finish(self, finish_reason: str) -> Rollout:
+        """Build the rollout, without a score; drop an observation after the last reply."""
+        branches = [context.as_branch(self.prompt.tokens) for context in self._contexts]
+        return Rollout(self.prompt, self._sample_index, branches, list(self._turns), finish_reason)
+
+
+class _Part(NamedTuple):
+    """A run of tokens; `logprobs` is `None` if no engine sampled it."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray | None = None
+    versions: int | np.ndarray = 0
+    sampled: bool | np.ndarray = True
+    kept: KeptSets | None = None
+
+
+class _Context:
+    def __init__(self, part: _Part) -> None:
+        self._parts: list[_Part] = []
+        self.rewards: dict[int, float] = {}  # by token index
+        self._routes: np.ndarray | None = None
+        self._routed_by: int | None = None  # policy version of the latest routes
+        self.length = self._replied = 0  # in tokens; end of the last reply
+        self.append(part)
+
+    @classmethod
+    def of(cls, branch: Branch) -> _Context:
+        found = cls(_Part(branch.tokens, branch.logprobs, branch.versions, branch.sampled, branch.kept))
+        if branch.routes is not None:
+            found.add_routes(branch.routes, int(branch.versions[-1]))
+        return found
+
+    @property
+    def joined(self) -> np.ndarray:
+        """Return all tokens, [s] int32."""
+        return np.concatenate([part.tokens for part in self._parts])
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """Return all log-probs, [s] float32, 0 for tokens that the engine did not return."""
+        parts = (np.zeros(len(p.tokens), np.float32) if p.logprobs is None else p.logprobs for p in self._parts)
+        return np.concatenate([*parts], dtype=np.float32)
+
+    def begins(self, tokens: np.ndarray) -> bool:
+        return len(tokens) >= self.length and np.array_equal(tokens[: self.length], self.joined)
+
+    def append(self, part: _Part) -> None:
+        self._parts.append(part)
+        self.length += len(part.tokens)
+        if part.logprobs is not None:
+            self._replied = self.length
+
+    def add_routes(self, routes: np.ndarray | None, version: int) -> None:
+        if routes is not None:
+            self._routes = complete_routes(self._routes, routes, has_moved=version != self._routed_by)
+            self._routed_by = version
+
+    def as_branch(self, prompt: np.ndarray) -> Branch:
+        """Build the branch up to the last reply; without a reply, the branch's last token becomes the response."""
+        tokens, stop, place = self.joined, self._replied or self.length, 0
+        sampled, versions = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int32)
+        for part in self._parts:
+            here, place = slice(place, place + len(part.tokens)), place + len(part.tokens)
+            if part.logprobs is not None:
+                sampled[here], versions[here] = part.sampled, part.versions
+        num_shared = len(prompt)
+        if self._parts[0].tokens is not prompt:
+            shared = tokens[:num_shared] == prompt[: len(tokens)]
+            num_shared = len(shared) if shared.all() else int(shared.argmin())
+        rewards = np.zeros(stop, np.float32) if self.rewards else None
+        if rewards is not None:
+            rewards[[*self.rewards]] = [*self.rewards.values()]
+        kept = KeptSets.join_known([(part.kept, len(part.tokens)) for part in self._parts])
+        return Branch(
+            tokens[:stop],
+            sampled[:stop],
+            self.logprobs[:stop],
+            versions[:stop],
+            min(num_shared, stop - 1),
+            kept and kept.cut(stop),
+            rewards,
+            routes=None if self._routes is None else self._routes[:stop],
+        )
+
+
+class Samples:
+    """Samples (rollouts to generate), by key = prompt position * group_size + sample index; equal on every rank."""
+
+    group_size: int
+    round: int = 0
+
+    def sample_of(self, key: int) -> tuple[Prompt, int]:
+        """Return a sample's prompt and its index in the group."""
+        return self._find_prompt(key // self.group_size)[0], key % self.group_size
+
+    def step_of(self, key: int) -> int:
+        """Return the step that trains on a sample, provided that no earlier group is dropped."""
+        raise NotImplementedError
+
+    def seed_parts(self, key: int) -> tuple[int, int, int, int]:
+        """Return the arguments of `derive_seed` after the run's seed: step, prompt_id, sample, round.
+
+        A prompt that occurs twice, at an epoch boundary, gets different seeds.
+        """
+        prompt, occurrence = self._find_prompt(key // self.group_size)
+        return self.step_of(key), prompt.prompt_id, occurrence * self.group_size + key % self.group_size, self.round
+
+    def _find_prompt(self, position: int) -> tuple[Prompt, int]:
+        """Return the prompt at a position, and the number of its previous occurrences in the batch."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SampleGroups(Samples):
+    """Samples whose groups begin and end in one call of `generate`."""
+
+    prompts: Sequence[Prompt]
+    group_size: int
+    sampling: SamplingConfig
+    step: int
+    round: int = 0
+
+    def __len__(self) -> int:
+        return len(self.prompts) * self.group_size
+
+    def step_of(self, key: int) -> int:
+        """Return the step of all samples."""
+        return self.step
+
+    def _find_prompt(self, position: int) -> tuple[Prompt, int]:
+        return self.prompts[position], self._occurrences[position]
+
+    @cached_property
+    def _occurrences(self) -> list[int]:
+        return count_occurrences(self.prompts)
+
+
+class SampleOrder(Samples):
+    """Samples of a whole run, numbered in data order."""
+
+    def __init__(self, prompts: PromptBatches[Prompt], config: RunConfig) -> None:
+        self.prompts, self.group_size = prompts, config.rollout.n
+        self._batch_size = config.data.train_batch_size
+
+        def read(number: int) -> list[tuple[Prompt, int]]:
+            first = number * self._batch_size
+            batch = [prompts.prompt(position) for position in range(first, first + self._batch_size)]
+            return list(zip(batch, count_occurrences(batch), strict=True))
+
+        self._batch = lru_cache(maxsize=config.schedule.max_staleness + 2)(read)
+
+    def step_of(self, key: int) -> int:
+        """Return the step whose batch has the sample's prompt."""
+        return key // self.group_size // self._batch_size + 1
+
+    def _find_prompt(self, position: int) -> tuple[Prompt, int]:
+        return self._batch(position // self._batch_size)[position % self._batch_size]
+
+
+def count_occurrences(prompts: Sequence[Prompt]) -> list[int]:
+    """Count previous occurrences of each prompt in the batch (nonzero only at an epoch boundary)."""
+    seen: dict[int, int] = {}
+    counts = []
+    for prompt in prompts:
+        counts.append(seen.get(prompt.prompt_id, 0))
+        seen[prompt.prompt_id] = counts[-1] + 1
+    return counts
+
 
 _COUNTED = (
     "episodes",
@@ -69,7 +350,7 @@ class _Episode:
 
 
 class Episodes:
-    """Begun samples of one engine by key (`order.Samples`), until a step takes them.
+    """Begun samples of one engine by key (`Samples`), until a step takes them.
 
     Every rank of the engine makes the same calls; environment processes and episode results are on its first rank only.
 
@@ -192,7 +473,7 @@ class Episodes:
         """Add the samples of a `pack` result that `is_mine` selects."""
         from megatron_rl.rollout.packed_episodes import unpack_rollouts
 
-        rollouts = unpack_rollouts(state, self.samples)
+        rollouts = unpack_rollouts(state, self.samples.sample_of)
         for key, rollout in rollouts.items():
             if is_mine(key) and rollout is None:
                 self.begin([key])

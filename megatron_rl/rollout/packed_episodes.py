@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_rl.rollout.order import Samples
-from megatron_rl.types import Branch, KeptSets, Rollout, Turn
+from megatron_rl.types import Branch, KeptSets, Prompt, Rollout, Turn
 
 
 def pack_rollouts(rollouts: Mapping[int, Rollout | None]) -> dict[str, torch.Tensor]:
@@ -56,8 +55,14 @@ def _describe(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def unpack_rollouts(tensors: Mapping[str, torch.Tensor], samples: Samples) -> dict[int, Rollout | None]:
-    """Return rollouts by key, `None` for samples of which only the key was kept."""
+def unpack_rollouts(
+    tensors: Mapping[str, torch.Tensor], sample_of: Callable[[int], tuple[Prompt, int]]
+) -> dict[int, Rollout | None]:
+    """Return rollouts by key, `None` for samples of which only the key was kept.
+
+    Args:
+        sample_of: key -> prompt and index in the group.
+    """
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     if "episodes" not in arrays:  # an older checkpoint, in another form: its samples begin again
         return dict.fromkeys(arrays["keys"].tolist())
@@ -82,7 +87,7 @@ def unpack_rollouts(tensors: Mapping[str, torch.Tensor], samples: Samples) -> di
         found[row["key"]] = None
         if "turns" in row:
             found[row["key"]] = Rollout(
-                *samples.sample_of(row["key"]),
+                *sample_of(row["key"]),
                 list(islice(branches, row["num_branches"])),
                 [Turn(*turn) for turn in row["turns"]],
                 row["finish_reason"],

@@ -22,14 +22,13 @@ from megatron_rl.engines.protocol import BuiltEngine, EngineSpec, EngineWeights,
 from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import Process, align_group_names, gather_objects, share_object, world
 from megatron_rl.parallel.groups import ParallelGroups, join_groups
-from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.collector import Collector, RewardSources
+from megatron_rl.rewards.plan import open_scorer
+from megatron_rl.rollout.collector import Collector, RewardSources, RolloutStream, open_stream
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.serving import open_channel
-from megatron_rl.rollout.stream import RolloutStream, open_stream
 from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs
 from megatron_rl.run.models import RoleInputs
-from megatron_rl.samples.pack import Packer
+from megatron_rl.samples.batch import Packer
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import LaidOutModel, LearnedTeacher, RoleSetup
 from megatron_rl.transfer.hybrid_engine import HybridEngine
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from megatron_rl.data.prompts import PromptSet
     from megatron_rl.engines.wrappers import StopStrings, Thoughts
     from megatron_rl.parallel.layout import ParallelLayout
-    from megatron_rl.rewards.scorer import SourceSpec
+    from megatron_rl.rewards.scoring import SourceSpec
     from megatron_rl.samples.experience import Experience
     from megatron_rl.training.roles.actor import Actor
     from megatron_rl.weights.shard_box import ShardBox
@@ -325,7 +324,7 @@ def build_rollout_members(
     prompts = order_prompts(config, inputs.train, inputs.train.prompts)
     if parts.rollouts:
         return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, models)
-    scorer = Scorer(inputs.reward_plan, config.reward, read)
+    scorer = open_scorer(inputs.reward_plan, read)
     rewards = RewardSources(scorer, add_scores, inputs.spec.needs_greedy_baseline)
     episodes = None
     if config.agents.has_episodes:

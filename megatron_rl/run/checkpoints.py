@@ -26,7 +26,7 @@ from megatron_rl.checkpoint.saving import CheckpointSaver, RankState, SaveOutcom
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.collectives import failing_together, raise_together, read_rng, world
-from megatron_rl.rollout.stream import RolloutStream
+from megatron_rl.rollout.collector import RolloutStream
 from megatron_rl.run.opening import OpenedRun, describe_changes
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import LaidOutModel

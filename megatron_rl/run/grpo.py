@@ -12,11 +12,13 @@ from functools import cached_property, partial
 
 import torch
 
-from megatron_rl.algorithms.catalog import has_importance_weights
+from megatron_rl.algorithms.losses import has_importance_weights, measure_for_target
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.observability.metrics import TokenTexts
 from megatron_rl.run.session import Session
-from megatron_rl.samples.describe import (
+from megatron_rl.samples.experience import (
+    Column,
+    Experience,
     choose_logged,
     choose_tokens,
     compute_advantages,
@@ -29,7 +31,6 @@ from megatron_rl.samples.describe import (
     measure_kl,
     rollout_row,
 )
-from megatron_rl.samples.experience import Column, Experience
 
 
 class Trainer(Session):
@@ -146,8 +147,6 @@ class Trainer(Session):
             return
         headers, every = samples.headers, self.config.reference.reset_every
         if self.kl is not None and (counted := headers.rollouts.has_reward).any():
-            from megatron_rl.algorithms.kl import measure_for_target
-
             tokens = headers.sum_per_rollout(headers.num_loss_tokens)
             measured = measure_for_target(samples.kl_per_rollout[counted], tokens[counted], self.config.algorithm)
             self.kl.update(measured, int(counted.sum()))

@@ -24,8 +24,8 @@ from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import PromptSet, choose_teachers, load_prompts, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.extension.registry import HUB, find_entry
-from megatron_rl.rewards.scorer import RewardPlan, build_reward_plan, check_truths
-from megatron_rl.rewards.scoring import RewardFunction, Rule
+from megatron_rl.rewards.plan import build_reward_plan, check_truths
+from megatron_rl.rewards.scoring import RewardFunction, RewardPlan, Rule
 from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models, resolve, resolve_sft
 from megatron_rl.types import Rollout, UserError
 

@@ -22,9 +22,8 @@ from megatron_rl.run.opening import OpenedRun
 from megatron_rl.run.preference_inputs import REWARD_MODELS, PreferenceInputs, read_preference_inputs, with_reference
 from megatron_rl.run.reference_sums import ReferenceSums, describe_reference, digest_responses, read_sums
 from megatron_rl.run.sft import SftTrainer, train_sft
-from megatron_rl.samples.describe import text_row
-from megatron_rl.samples.experience import Experience, replicate
-from megatron_rl.samples.pack import Packer
+from megatron_rl.samples.batch import Packer
+from megatron_rl.samples.experience import Experience, replicate, text_row
 from megatron_rl.training.roles.frozen import BaseOfActor
 from megatron_rl.training.roles.score_learner import PreferenceLoss, ProcessLoss, ScoreLearner, score_responses
 from megatron_rl.training.setup import RoleSetup

@@ -23,13 +23,12 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.engines.protocol import Sampled, import_library
 from megatron_rl.parallel.collectives import Process, world
-from megatron_rl.rollout.order import SampleGroups
+from megatron_rl.rollout.episodes import SampleGroups
 from megatron_rl.run.building import RolloutMembers, RunSinks, build_roles, build_rollout_members
 from megatron_rl.run.checkpoints import TrainingState, actor_export, side_files
 from megatron_rl.run.inputs import Parts, RlInputs
-from megatron_rl.samples.describe import find_rollouts
-from megatron_rl.samples.experience import Column, Experience, check_kind
-from megatron_rl.samples.pack import Packer
+from megatron_rl.samples.batch import Packer
+from megatron_rl.samples.experience import Column, Experience, check_kind, find_rollouts
 from megatron_rl.training.roles.actor import ActorOnSamples, PolicyOnSamples
 from megatron_rl.types import UserError
 

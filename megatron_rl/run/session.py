@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from megatron_rl.algorithms.losses import AdaptiveKL
 from megatron_rl.config.placement import format_ranks
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import describe_engine
@@ -27,12 +28,11 @@ from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs, localize, read_rl_
 from megatron_rl.run.models import resolve
 from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.run.primitives import Primitives, build_primitives
-from megatron_rl.samples.describe import text_rows
+from megatron_rl.samples.experience import text_rows
 from megatron_rl.training.fast_path import find_fast_paths, format_table
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
-    from megatron_rl.algorithms.kl import AdaptiveKL
     from megatron_rl.capsule.recorder import CapsuleRecorder
 
 
@@ -208,8 +208,6 @@ class Session:
         self.teachers = made.teachers
         self.kl: AdaptiveKL | None = None
         if (algorithm := config.algorithm).kl_controller == "adaptive":
-            from megatron_rl.algorithms.kl import AdaptiveKL
-
             self.kl = AdaptiveKL(algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
         self.trained = made.trained
         self.checkpoints = Checkpoints(

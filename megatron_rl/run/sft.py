@@ -25,8 +25,8 @@ from megatron_rl.run.checkpoints import Checkpoints, TrainingState, actor_export
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import SftInputs, localize, read_sft_inputs
 from megatron_rl.run.opening import OpenedRun, open_run
+from megatron_rl.samples.batch import Packer
 from megatron_rl.samples.experience import Experience, replicate
-from megatron_rl.samples.pack import Packer
 from megatron_rl.training.given_losses import sft
 from megatron_rl.training.roles.actor import ActorOnSamples
 from megatron_rl.training.setup import RoleSetup

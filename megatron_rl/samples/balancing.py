@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Even costs of DP ranks: exchanges of units (sets of sequences that stay together), and their division (pure)."""
+"""Even costs of DP ranks: exchanges of units, sets of sequences that stay together (pure)."""
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice, pairwise
 
 import numpy as np
 
-from megatron_rl.samples.prefix import CLOSE, Joined, PackingWork, Units, fill_bins, find_bounds
-
 _TRIED_AT_ONCE = 256  # pairs of units, up to which Python is faster than numpy
 _TRIED_IN_TURN = 32  # ranks, before numpy finds the first that is left
-_MOST_ROUNDS = 16  # rounds of splitting groups of overloaded ranks
-_FEW_RANKS = 8  # up to this many overloaded ranks, groups are split one at a time
 _GOOD_ENOUGH = 1.001  # the search ends at this ratio of the heaviest rank's cost to the mean
 
 
@@ -50,7 +45,8 @@ class _Ranks:
         self.bin_of, self.loads, self.unit_costs = bin_of, loads, costs
         self.num_bins = num_bins // dp_size  # of a rank
         self.tokens, self.costs = [*tokens.tolist(), 0], [*costs.tolist(), 0]
-        units, bounds = np.argsort(bin_of, kind="stable").tolist(), find_bounds(bin_of, num_bins).tolist()
+        units = np.argsort(bin_of, kind="stable").tolist()
+        bounds = [0, *np.bincount(bin_of, minlength=num_bins).cumsum().tolist()]
         self.bins = [units[i:j] for i, j in pairwise(bounds)]
         rooms = np.full(num_bins, budget)
         np.subtract.at(rooms, bin_of, tokens)
@@ -148,76 +144,3 @@ def _exchange_best(ranks: _Ranks, high: int, low: int, gap: int) -> tuple[int, i
     rooms[a] += tokens[given] - tokens[taken]
     rooms[b] -= tokens[given] - tokens[taken]
     return pair
-
-
-def divide_groups(
-    units: Units, plan: Joined, loads: list[int], work: PackingWork, arrange: Callable[[Units], Joined]
-) -> tuple[Joined, list[int]]:
-    """Split units of overloaded DP ranks, round by round, until the costliest rank no longer gets cheaper.
-
-    Args:
-        plan, loads: the plan of `units`, and the cost of each rank in it.
-        arrange: returns the plan of other units.
-
-    Returns:
-        The best plan, and its loads.
-    """
-    for _ in range(min(2 * len(loads), _MOST_ROUNDS)):
-        if max(loads) <= max(CLOSE * sum(loads) / len(loads), int(work.costs.max(initial=0))):
-            break
-        divided = _divide_overloaded(units, plan, loads, work)
-        if divided is None:
-            break
-        better = arrange(divided)
-        better_loads = work.sum_by_rank(better, len(loads))
-        if max(better_loads) >= max(loads):
-            break
-        units, plan, loads = divided, better, better_loads
-    return plan, loads
-
-
-def _divide_overloaded(
-    units: Units, plan: Joined, loads: list[int], work: PackingWork, few_ranks: int = _FEW_RANKS
-) -> Units | None:
-    """Split the costliest divisible unit of each overloaded rank; return `None` if none is divisible.
-
-    If at most `few_ranks` are overloaded, only the heaviest rank's unit is split, in two.
-    """
-    assert work.shared is not None
-    members, bounds, _, costs = units
-    sizes, share, firsts = np.diff(bounds), sum(loads) / len(loads), members[bounds[:-1]]
-    is_overloaded = np.asarray(loads) > CLOSE * share
-    if np.count_nonzero(is_overloaded) <= few_ranks:
-        is_overloaded &= np.arange(len(loads)) == loads.index(max(loads))
-        share = math.inf
-    rank_of = np.empty(len(work.tokens), np.int64)
-    bounds_of_ranks = plan[1][:: (len(plan[1]) - 1) // len(loads)]
-    rank_of[plan[0]] = np.repeat(np.arange(len(loads)), np.diff(bounds_of_ranks))
-    ranks = rank_of[firsts]
-    some = np.flatnonzero(is_overloaded[ranks] & (sizes > 1))
-    some = some[np.lexsort((firsts[some], -costs[some], ranks[some]))]
-    if not len(some):
-        return None
-    is_divided = np.zeros(len(sizes), bool)
-    is_divided[some[np.flatnonzero(np.diff(ranks[some], prepend=-1))]] = True  # costliest unit per rank
-    is_moved = np.repeat(is_divided, sizes)
-    moved, ends = members[is_moved], np.append(0, np.cumsum(sizes[is_divided]))
-    starts, _ = work.shared.cut(moved, ends)
-    unit_of = np.searchsorted(ends, starts[:-1], "right") - 1
-    num_bins = np.maximum(2, np.ceil(costs[is_divided] / share)).astype(np.int64)
-    bin_of = _fill_bins_of_each(work.sum_joined(moved, starts)[1], unit_of, num_bins)
-    part_of = np.unique(unit_of * num_bins.max() + bin_of, return_inverse=True)[1]
-    part_of = np.repeat(part_of, np.diff(starts))
-    order, starts = np.argsort(part_of, kind="stable"), find_bounds(part_of, int(part_of.max()) + 1)
-    return units.replace(is_divided, Units.measure(work, moved[order], starts))
-
-
-def _fill_bins_of_each(lengths: np.ndarray, part_of: np.ndarray, num_bins: np.ndarray) -> np.ndarray:
-    """Put each length [n] into the emptiest bin of its part, longest first; `num_bins` is by part."""
-    order, bounds = np.lexsort((-lengths, part_of)), find_bounds(part_of, len(num_bins))
-    bin_of = np.empty(len(lengths), np.int64)
-    for (i, j), number in zip(pairwise(bounds.tolist()), num_bins.tolist(), strict=True):
-        bins = fill_bins(lengths[order[i:j]].tolist(), number)
-        assert bins is not None, "bins without a limit hold anything"
-        bin_of[order[i:j]] = bins
-    return bin_of

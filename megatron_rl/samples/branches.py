@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.observability.metrics import TokenTexts
-from megatron_rl.samples.prefix import SharedPrefixes, is_repeated
+from megatron_rl.samples.microbatches import SharedPrefixes, is_repeated
 from megatron_rl.types import Branch, Rollout, Turn
 
 

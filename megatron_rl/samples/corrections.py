@@ -16,7 +16,7 @@ from megatron_rl.algorithms.importance import (
     finish_importance_weights,
     normalize_weights,
 )
-from megatron_rl.algorithms.plugin_types import mark_first
+from megatron_rl.algorithms.losses import mark_first
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.parallel.collectives import raise_together, reduce_scalars
 from megatron_rl.samples.batch import TrainBatch

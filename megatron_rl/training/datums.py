@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms.summed_losses import SummedLoss, find_summed_loss
 from megatron_rl.parallel.collectives import share_object, world
-from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
+from megatron_rl.samples.batch import Packer, Padding, TrainBatch, build_train_batch
 from megatron_rl.samples.experience import check_kind
 from megatron_rl.samples.microbatches import plan_microbatches
-from megatron_rl.samples.pack import Packer
 from megatron_rl.training.optimizer import StepLoss
 from megatron_rl.types import Branch, UserError
 

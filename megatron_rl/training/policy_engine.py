@@ -36,8 +36,7 @@ from megatron_rl.parallel.vocab_parallel import (
     merge_summaries,
     scale_logits,
 )
-from megatron_rl.samples.batch import MicrobatchSlice
-from megatron_rl.samples.prefix import SegmentKeys, move_to_device
+from megatron_rl.samples.batch import MicrobatchSlice, SegmentKeys, move_to_device
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import KeptSets, UserError
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS

@@ -30,7 +30,7 @@ from chat_templates import write_chat_tokenizer
 from megatron_rl.agents.adapters.openenv import OpenEnvironment
 from megatron_rl.agents.environment import Done, Observation, Reply, Task, ToolCall, find_environment
 from megatron_rl.config.schema import AgentsConfig, AlgorithmConfig, DataConfig, RewardConfig
-from megatron_rl.rewards.scorer import build_reward_plan
+from megatron_rl.rewards.plan import build_reward_plan
 from megatron_rl.run.inputs import read_prompts
 from megatron_rl.types import UserError
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from chat_templates import TEMPLATES, write_chat_tokenizer
 
-from megatron_rl.agents.recording import Recording
 from megatron_rl.agents.transcript import ChatTranscript, TextTranscript, render_tail, rewrites_history
+from megatron_rl.rollout.episodes import Recording
 from megatron_rl.types import Prompt, Rollout, UserError
 
 QUESTION = [{"role": "user", "content": "hello"}]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from distributed import run_ranks
 from megatron_rl.algorithms.catalog import POLICY_LOSSES
-from megatron_rl.algorithms.plugin_types import PolicyLossInputs
+from megatron_rl.algorithms.losses import PolicyLossInputs
 from megatron_rl.algorithms.policy_losses import choose_tokens
 from megatron_rl.config.schema import AlgorithmConfig
 

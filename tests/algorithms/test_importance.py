@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.algorithms.catalog import has_importance_weights
 from megatron_rl.algorithms.importance import (
     Responses,
     compute_importance_weights,
     finish_importance_weights,
     normalize_weights,
 )
+from megatron_rl.algorithms.losses import has_importance_weights
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.samples.describe import finish_mismatch, sum_mismatch
+from megatron_rl.samples.experience import finish_mismatch, sum_mismatch
 
 IDS = torch.tensor([5, 5, 5, 5, 2, 2, 2, 7, 7, -1, -1, 9, 9, 9])
 MASK = torch.tensor([0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1], dtype=torch.bool)  # 7 is masked as a whole

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.kl import AdaptiveKL, compute_kl, measure_for_target
+from megatron_rl.algorithms.losses import AdaptiveKL, compute_kl, measure_for_target
 from megatron_rl.config.schema import AlgorithmConfig
 
 LOGPROB = st.floats(-20.0, 0.0)

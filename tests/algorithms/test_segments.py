@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.algorithms.plugin_types import number_segments, sum_per_segment
+from megatron_rl.algorithms.losses import number_segments, sum_per_segment
 
 IDS = torch.tensor([4, 4, 0, -1, -1, 7, 7, 7])
 

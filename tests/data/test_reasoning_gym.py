@@ -18,8 +18,8 @@ from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import load_prompts, name_files
 from megatron_rl.data.rows import read_rows
 from megatron_rl.extension.reasoning_gym import _open, identify, score_reasoning_gym
+from megatron_rl.rewards.plan import build_reward_plan, check_truths
 from megatron_rl.rewards.public_sets import find_scorer
-from megatron_rl.rewards.scorer import build_reward_plan, check_truths
 from megatron_rl.types import UserError
 
 

@@ -17,14 +17,13 @@ import transformers
 
 import megatron_rl.parallel  # noqa: F401 (before megatron.core)
 from distributed import run_ranks
-from megatron_rl.agents.recording import Recording
 from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.protocol import BuiltEngine, EngineSpec, Request, Sampled, SamplingConfig, build_engine
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rollout.episodes import Recording, SampleGroups
 from megatron_rl.rollout.generation import check_sampled
-from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.rollout.packed_episodes import pack_rollouts, unpack_rollouts
 from megatron_rl.rollout.serving import generate
 from megatron_rl.types import Prompt, RouteShape, UserError
@@ -89,7 +88,8 @@ def interrupt_and_continue(engine: BuiltEngine) -> tuple[list[Request], list[Sam
     held = {r.key: Recording(*samples.sample_of(r.key)) for r in requests}
     for part in engine.requests.interrupt([0, 1, 2]):
         held[part.key].reply(part.tokens, part.logprobs, 0, routes=part.routes, is_whole=False)
-    kept = unpack_rollouts(pack_rollouts({key: one.finish("interrupted") for key, one in held.items()}), samples)
+    packed = pack_rollouts({key: one.finish("interrupted") for key, one in held.items()})
+    kept = unpack_rollouts(packed, samples.sample_of)
     held = {key: Recording.of(rollout) for key, rollout in kept.items() if rollout is not None}
     rest = [Request(r.key, held[r.key].tokens, 90 + r.key, SamplingConfig(1.0, 6, (2,))) for r in requests]
     for part in generate(engine.requests, rest):

@@ -18,7 +18,7 @@ import megatron_rl
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.calls import is_batched, score_batch
 from megatron_rl.rewards.functions import compute_score
-from megatron_rl.rewards.scorer import build_reward_plan
+from megatron_rl.rewards.plan import build_reward_plan
 from megatron_rl.run.command_line import run_command
 from megatron_rl.run.inputs import plan_rl, read_rl_inputs
 from megatron_rl.types import EXIT_USER_ERROR, UserError

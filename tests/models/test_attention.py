@@ -27,7 +27,7 @@ from megatron_rl.models.attention_backends import attend
 from megatron_rl.models.gpt import build_transformer_config
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import Padding, build_train_batch
-from megatron_rl.samples.prefix import share_prompts
+from megatron_rl.samples.microbatches import share_prompts
 from megatron_rl.types import Branch
 from megatron_rl.weights.families import ModelShape
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_rl.models.attention_backends import attend, build_segments, choose_attention_backend
 from megatron_rl.models.attention_kernels import find_kernel_failure
 from megatron_rl.models.segments import Segments
-from megatron_rl.samples.prefix import build_segment_keys
+from megatron_rl.samples.batch import build_segment_keys
 
 HEAD_DIM = 16
 CPU = torch.device("cpu")

@@ -29,8 +29,7 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout, shard_rows
 from megatron_rl.parallel.vocab_parallel import OutputSoftmax, compute_linear_logprobs_and_entropy
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
-from megatron_rl.samples.microbatches import plan_microbatches
-from megatron_rl.samples.prefix import share_prompts
+from megatron_rl.samples.microbatches import plan_microbatches, share_prompts
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Branch
 from tiny_models import draw_tokens, save_tiny_model

@@ -29,7 +29,7 @@ from megatron_rl.models.delta_rule import (
     find_delta_failure,
 )
 from megatron_rl.models.segments import Segments
-from megatron_rl.samples.prefix import build_segment_keys
+from megatron_rl.samples.batch import build_segment_keys
 
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH = 2, 4, 8, 6, 4
 PARTS = [KEY_HEADS * KEY_DIM, KEY_HEADS * KEY_DIM, HEADS * VALUE_DIM]

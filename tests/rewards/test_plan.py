@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.rewards.scorer import build_reward_plan, compute_reward
-from megatron_rl.rewards.scoring import Score
+from megatron_rl.rewards.plan import build_reward_plan
+from megatron_rl.rewards.scoring import Score, compute_reward
 from megatron_rl.training.roles.frozen import add_model_scores
 from megatron_rl.types import UserError
 from reward_samples import make_rollout, write_function

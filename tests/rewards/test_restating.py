@@ -15,8 +15,8 @@ from sample_rollouts import make_rollout as make_described
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.answers import RESTATES, restates_prompt
-from megatron_rl.rewards.scorer import Scorer, build_reward_plan
-from megatron_rl.samples.describe import describe_rollouts
+from megatron_rl.rewards.plan import build_reward_plan, open_scorer
+from megatron_rl.samples.experience import describe_rollouts
 from megatron_rl.samples.table import build_headers
 from reward_samples import decode, make_rollout, write_function
 
@@ -57,7 +57,7 @@ def test_which_responses_restate_their_prompt(response, prompt, truths, expected
 def test_a_rewarded_one_has_a_component(tmp_path, truth, reward, expected):
     """The prompt is "37+45="; a ground truth that is not text has no component. Environments' rewards count too."""
     config = RewardConfig(function=write_function(tmp_path, f"return {reward}"))
-    scorer = Scorer(build_reward_plan(config, 10), config, decode)
+    scorer = open_scorer(build_reward_plan(config, 10), decode)
     rollout = replace(make_rollout("37 + 45"), response="")
     rollout = replace(rollout, prompt=replace(rollout.prompt, ground_truth=truth))
     scored = scorer.finish([rollout, replace(rollout, reward=reward)])

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.schema import RewardConfig
+from megatron_rl.rewards import plan
 from megatron_rl.rewards.calls import check_dispatch, check_holders
-from megatron_rl.rewards.scorer import Scorer, build_reward_plan, check_truths
-from megatron_rl.rewards.scoring import COUNTS
+from megatron_rl.rewards.plan import build_reward_plan, check_truths
+from megatron_rl.rewards.scoring import COUNTS, Scorer
 from megatron_rl.types import Rollout, UserError
 from reward_samples import decode, make_rollout, wait_for_end, wait_for_file, write_function
 
@@ -27,7 +28,7 @@ from reward_samples import decode, make_rollout, wait_for_end, wait_for_file, wr
 @contextmanager
 def open_scorer(max_response_length: int = 10, **settings: Any) -> Iterator[Scorer]:
     config = RewardConfig(**settings)
-    scorer = Scorer(build_reward_plan(config, max_response_length), config, decode)
+    scorer = plan.open_scorer(build_reward_plan(config, max_response_length), decode)
     try:
         yield scorer
     finally:

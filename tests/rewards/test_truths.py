@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.rewards.scorer import build_reward_plan, check_truths
+from megatron_rl.rewards.plan import build_reward_plan, check_truths
 from megatron_rl.types import Prompt, UserError
 
 

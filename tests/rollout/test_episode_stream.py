@@ -25,7 +25,7 @@ from scripted_job import (
 
 from distributed import run_ranks
 from megatron_rl.config.sections import ScheduleConfig
-from megatron_rl.rollout.order import SampleGroups
+from megatron_rl.rollout.episodes import SampleGroups
 from megatron_rl.rollout.packed_episodes import pack_rollouts, unpack_rollouts
 from megatron_rl.types import Branch, KeptSets, Prompt, Rollout, Turn, UserError
 
@@ -198,6 +198,6 @@ def test_what_is_packed_is_unpacked_bit_by_bit(kept: bool) -> None:
         6: None,
         7: Rollout(PROMPT, 3, [make_branch(7, False, kept)], [], "error", reward=float("nan"), failure="a traceback"),
     }
-    found = unpack_rollouts(pack_rollouts(rollouts), SAMPLES)
+    found = unpack_rollouts(pack_rollouts(rollouts), SAMPLES.sample_of)
     assert repr(found) == repr(rollouts)
-    assert unpack_rollouts(pack_rollouts({2: None}), SAMPLES) == {2: None}
+    assert unpack_rollouts(pack_rollouts({2: None}), SAMPLES.sample_of) == {2: None}

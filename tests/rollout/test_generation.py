@@ -30,9 +30,9 @@ from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rewards.scorer import Scorer, build_reward_plan
+from megatron_rl.rewards.plan import build_reward_plan, open_scorer
+from megatron_rl.rollout.episodes import SampleGroups
 from megatron_rl.rollout.generation import RolloutGenerator
-from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.run.building import build_role, build_rollout
 from megatron_rl.run.models import RoleInputs, resolve
 from megatron_rl.types import Prompt, Rollout, UserError
@@ -185,7 +185,7 @@ def score_while_generating(
     """The second response is held back until the worker has begun with the first."""
     generator = open_generator(path, world_size, engine, 1)
     config = RewardConfig(function=function, workers=1)
-    scorer = Scorer(build_reward_plan(config, 12), config, decode=lambda tokens: " ".join(map(str, tokens)))
+    scorer = open_scorer(build_reward_plan(config, 12), decode=lambda tokens: " ".join(map(str, tokens)))
     told: list[Rollout] = []
 
     def listen(rollout: Rollout, step: int) -> None:

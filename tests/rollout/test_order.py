@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed import run_ranks
-from megatron_rl.rollout.order import assign_engines
+from megatron_rl.rollout.generation import assign_engines
 from tools.benchmarks import bench_dispatch
 
 

@@ -34,10 +34,9 @@ from scripted_job import (
 from distributed import run_ranks
 from megatron_rl.config.sections import AgentsConfig, ScheduleConfig
 from megatron_rl.engines.protocol import Sampled, derive_seed
-from megatron_rl.rollout.episodes import Episodes
-from megatron_rl.rollout.order import SampleGroups
-from megatron_rl.rollout.phase import ScheduleTrace, find_window, read_trace
-from megatron_rl.rollout.stream import Taken
+from megatron_rl.rollout.collector import Taken
+from megatron_rl.rollout.episodes import Episodes, SampleGroups
+from megatron_rl.rollout.serving import ScheduleTrace, find_window, read_trace
 from megatron_rl.types import KeptSets, Prompt, Rollout, UserError
 
 

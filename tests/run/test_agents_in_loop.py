@@ -19,8 +19,8 @@ from chat_templates import write_chat_tokenizer
 from sabotage import Blow, kill
 
 from distributed import run_ranks
-from megatron_rl.agents.recording import Recording
 from megatron_rl.checkpoint.directory import list_steps
+from megatron_rl.rollout.episodes import Recording
 from rl_runs import layout_overrides, overrides_for, read_records, train
 from tiny_models import ENGINE_SIZES, save_tiny_model
 

@@ -22,8 +22,7 @@ import megatron_rl.run.grpo as trainer_module
 from distributed import run_ranks
 from golden_runs import GoldenRun, Recording, carry_out
 from megatron_rl.run.loading import load_config
-from megatron_rl.samples.describe import describe_updates
-from megatron_rl.samples.experience import Experience
+from megatron_rl.samples.experience import Experience, describe_updates
 from megatron_rl.types import UserError
 from rl_runs import layout_overrides, load_nested, overrides_for, train
 

@@ -28,7 +28,7 @@ from megatron_rl.data.passed_rows import pass_rows
 from megatron_rl.data.rows import read_rows
 from megatron_rl.rewards.calls import check_columns, score_batch
 from megatron_rl.rewards.functions import enter_rewards
-from megatron_rl.rewards.scorer import build_reward_plan
+from megatron_rl.rewards.plan import build_reward_plan
 from megatron_rl.rewards.silence import explain_silence
 from megatron_rl.run.session import Session
 from megatron_rl.run.user_program import read_program

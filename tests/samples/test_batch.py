@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
-from megatron_rl.samples.microbatches import plan_microbatches
-from megatron_rl.samples.prefix import share_prompts
+from megatron_rl.samples.microbatches import plan_microbatches, share_prompts
 from megatron_rl.types import Branch
 
 CPU = torch.device("cpu")

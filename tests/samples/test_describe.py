@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from sample_rollouts import make_prompt, make_rollout
 
-from megatron_rl.samples.describe import choose_logged, describe_rollouts, describe_sources, describe_staleness
+from megatron_rl.samples.experience import choose_logged, describe_rollouts, describe_sources, describe_staleness
 from megatron_rl.samples.table import Headers, build_headers
 
 GROUPS, GROUP_SIZE = 6, 4

@@ -25,8 +25,10 @@ from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from megatron_rl.config.algorithm import GdpoOptions
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.samples.describe import (
+from megatron_rl.samples.batch import Packer, Packing, TrainBatch
+from megatron_rl.samples.experience import (
+    Column,
+    Experience,
     choose_tokens,
     compute_advantages,
     correct_mismatch,
@@ -35,9 +37,8 @@ from megatron_rl.samples.describe import (
     find_rollouts,
     loss_inputs,
     measure_kl,
+    replicate,
 )
-from megatron_rl.samples.experience import Column, Experience, replicate
-from megatron_rl.samples.pack import Packer, Packing
 from megatron_rl.types import FAILED, Branch, Rollout
 
 PROMPTS = [make_prompt(5), make_prompt(3)]

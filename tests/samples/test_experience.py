@@ -19,11 +19,9 @@ from sample_rollouts import make_prompt, make_rollout
 from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.samples.describe import describe_updates
-from megatron_rl.samples.experience import Column, Experience, replicate
-from megatron_rl.samples.fetch import Holders, Payload, index_branches
-from megatron_rl.samples.pack import Packer
-from megatron_rl.samples.table import build_headers, gather_headers
+from megatron_rl.samples.batch import Packer
+from megatron_rl.samples.experience import Column, Experience, describe_updates, replicate
+from megatron_rl.samples.table import Holders, Payload, build_headers, gather_headers, index_branches
 from megatron_rl.types import Rollout, UserError
 
 GROUPS, GROUP_SIZE = 8, 4

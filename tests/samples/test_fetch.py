@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.samples.fetch import FetchPlan, Holders, fetch, for_readers, plan_fetch
+from megatron_rl.samples.table import FetchPlan, Holders, fetch, for_readers, plan_fetch
 
 
 def draw_holders(rng: np.random.Generator, num_sequences: int, world_size: int, width: int) -> Holders:

@@ -17,13 +17,16 @@ from hypothesis import strategies as st
 from megatron_rl.samples import balancing, microbatches, prefix
 from megatron_rl.samples.batch import Padding
 from megatron_rl.samples.microbatches import (
+    CLOSE,
     MicrobatchPlan,
+    PackingWork,
+    SharedPrefixes,
     compute_attention_ratio,
     microbatch_sizes,
     packing_metrics,
     plan_microbatches,
+    share_prompts,
 )
-from megatron_rl.samples.prefix import CLOSE, PackingWork, SharedPrefixes, share_prompts
 from megatron_rl.training.setup import LaidOutModel
 from shards import make_shape
 

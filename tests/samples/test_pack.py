@@ -13,9 +13,8 @@ from sample_rollouts import ROLLOUTS, split
 
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.samples.fetch import Holders
-from megatron_rl.samples.pack import Packer, Packing, list_replicas, number_prompts
-from megatron_rl.samples.table import Headers, build_headers
+from megatron_rl.samples.batch import Packer, Packing, list_replicas, number_prompts
+from megatron_rl.samples.table import Headers, Holders, build_headers
 from megatron_rl.types import Branch, Rollout, RouteShape
 
 

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.samples.batch import build_segment_keys
 from megatron_rl.samples.branches import arrange_branches
-from megatron_rl.samples.prefix import SharedPrefixes, build_segment_keys, share_prompts
+from megatron_rl.samples.microbatches import SharedPrefixes, share_prompts
 from megatron_rl.types import Branch
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
-from megatron_rl.samples.fixed_shapes import Buckets, build_buckets, double_until, padding_metrics
-from megatron_rl.samples.prefix import share_prompts
+from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch, double_until
+from megatron_rl.samples.fixed_shapes import Buckets, build_buckets, padding_metrics
+from megatron_rl.samples.microbatches import share_prompts
 from megatron_rl.types import Branch
 
 CPU = torch.device("cpu")

@@ -18,11 +18,9 @@ from sample_rollouts import ROLLOUTS
 
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.samples.batch import Packer, Packing, TrainBatch
 from megatron_rl.samples.branches import share_branches
-from megatron_rl.samples.fetch import Holders
-from megatron_rl.samples.pack import Packer, Packing
-from megatron_rl.samples.table import build_headers
+from megatron_rl.samples.table import Holders, build_headers
 from megatron_rl.types import Branch, Prompt, Rollout
 from tools.benchmarks.bench_trees import ForkedEpisodes, count_unique_tokens
 

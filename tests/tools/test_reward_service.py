@@ -15,7 +15,7 @@ import pytest
 import requests
 
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.rewards.scorer import Scorer, build_reward_plan
+from megatron_rl.rewards.plan import build_reward_plan, open_scorer
 from reward_samples import decode, make_rollout
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "reward_service.py"
@@ -45,7 +45,7 @@ def test_trainer_side_and_service_agree(service):
     process, port = service
     config = RewardConfig(function=f"http://127.0.0.1:{port}/score", service_retries=0)
     rollouts = [make_rollout(r, t) for r, t in [("82", "82"), (r"\boxed{\frac{1}{2}}", "0.5"), ("#### 83", "82")]]
-    scorer = Scorer(build_reward_plan(config, 100), config, decode)
+    scorer = open_scorer(build_reward_plan(config, 100), decode)
     rollouts = scorer.finish(rollouts)
     scorer.close()
     assert [r.reward for r in rollouts] == [0.0, 1.0, 0.0]

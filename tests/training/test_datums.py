@@ -18,7 +18,7 @@ import torch
 
 from actor_runs import Case, build_actor, list_pieces, merge_weights
 from distributed import run_ranks
-from megatron_rl.samples.pack import Packer
+from megatron_rl.samples.batch import Packer
 from megatron_rl.training.datums import Datum, DatumPasses, check_step_settings
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.types import UserError

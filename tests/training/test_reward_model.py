@@ -18,7 +18,7 @@ from distributed import run_ranks
 from megatron_rl.config.schema import RewardModelConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rewards.scorer import SourceSpec
+from megatron_rl.rewards.scoring import SourceSpec
 from megatron_rl.training.roles.frozen import RewardModel, add_model_scores
 from tiny_models import draw_tokens, save_tiny_model
 

@@ -39,7 +39,7 @@ from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rollout.order import SampleGroups
+from megatron_rl.rollout.episodes import SampleGroups
 from megatron_rl.run.building import build_role, build_rollout
 from megatron_rl.run.checkpoints import actor_export
 from megatron_rl.run.models import RoleInputs, resolve

@@ -21,8 +21,7 @@ from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.samples.fixed_shapes import Buckets
-from megatron_rl.samples.microbatches import plan_microbatches
-from megatron_rl.samples.prefix import share_prompts
+from megatron_rl.samples.microbatches import plan_microbatches, share_prompts
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.types import Branch

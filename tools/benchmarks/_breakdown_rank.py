@@ -27,7 +27,7 @@ from megatron_rl.observability.progress import PhaseTimers
 
 # Phases in addition to the program's: module, class and method. A checkout without one counts it as rest.
 FURTHER = {
-    "packing": ("megatron_rl.samples.pack", "Packer", "pack"),
+    "packing": ("megatron_rl.samples.batch", "Packer", "pack"),
     "kl": ("megatron_rl.run.grpo", "Trainer", "compare"),
     "advantages": ("megatron_rl.run.grpo", "Trainer", "estimate"),
     "describe": ("megatron_rl.run.grpo", "Trainer", "describe"),

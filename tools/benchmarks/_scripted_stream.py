@@ -14,11 +14,10 @@ from megatron_rl.engines.protocol import BuiltEngine, SamplingConfig
 from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.rollout.collector import Clock, RolloutStream
+from megatron_rl.rollout.episodes import SampleOrder
 from megatron_rl.rollout.generation import RolloutGenerator
-from megatron_rl.rollout.order import SampleOrder
-from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
-from megatron_rl.rollout.serving import Channel
-from megatron_rl.rollout.stream import Clock, RolloutStream
+from megatron_rl.rollout.serving import Channel, TrainingEnd, open_phase_end
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import Prompt
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine

@@ -30,7 +30,7 @@ import numpy as np
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from megatron_rl.engines.protocol import BuiltEngine, Request, Sampled, SamplingConfig, derive_seed
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.rollout.order import assign_engines
+from megatron_rl.rollout.generation import assign_engines
 from megatron_rl.rollout.serving import generate
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
 from tools.planning.engine_clock import StepCost
@@ -120,8 +120,8 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
     import torch.distributed as dist
 
     from megatron_rl.observability.progress import RolloutProgress
+    from megatron_rl.rollout.episodes import SampleGroups
     from megatron_rl.rollout.generation import RolloutGenerator
-    from megatron_rl.rollout.order import SampleGroups
     from megatron_rl.rollout.serving import Channel
     from megatron_rl.types import Prompt
 

@@ -45,11 +45,10 @@ from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rollout.order import assign_engines
-from megatron_rl.samples.describe import describe_rollouts
-from megatron_rl.samples.fetch import Holders, plan_fetch
-from megatron_rl.samples.pack import Packer
-from megatron_rl.samples.table import HEADER, Headers, build_headers
+from megatron_rl.rollout.generation import assign_engines
+from megatron_rl.samples.batch import Packer
+from megatron_rl.samples.experience import describe_rollouts
+from megatron_rl.samples.table import HEADER, Headers, Holders, build_headers, plan_fetch
 from megatron_rl.types import Branch, Prompt, Rollout, Turn
 from megatron_rl.weights.model_config import load_model_shape
 from tools._runner_on_cpu import use_second_runner

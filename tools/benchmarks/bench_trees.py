@@ -30,9 +30,8 @@ from megatron_rl.config.schema import LayoutConfig
 from megatron_rl.parallel.collectives import init_distributed, reduce_scalars, share_object
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.samples.batch import expand_to_tokens
+from megatron_rl.samples.batch import Packer, Packing, expand_to_tokens
 from megatron_rl.samples.experience import replicate
-from megatron_rl.samples.pack import Packer, Packing
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.types import Branch, Prompt, Rollout
 from tools.benchmarks._bench_actor import ALGORITHM, Stopwatch, build_bench_actor, write_random_model

@@ -10,7 +10,7 @@ from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.memory import count_microbatches
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
-from megatron_rl.samples.prefix import share_prompts
+from megatron_rl.samples.microbatches import share_prompts
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Branch
 

@@ -33,7 +33,7 @@ from megatron_rl.models.attention_backends import attend, build_segments
 from megatron_rl.models.segments import Segments
 from megatron_rl.parallel.batch_invariant import compute_all_logprobs, multiply
 from megatron_rl.parallel.collectives import keep_random_streams
-from megatron_rl.samples.prefix import SegmentKeys
+from megatron_rl.samples.batch import SegmentKeys
 from megatron_rl.types import KeptSets
 from megatron_rl.weights.packed_experts import list_huggingface_tensors, split_huggingface_experts
 from megatron_rl.weights.rollout_layout import huggingface_placements

@@ -51,7 +51,7 @@ from megatron_rl.models.attention_backends import attend, build_segments
 from megatron_rl.models.segments import Segments
 from megatron_rl.parallel.batch_invariant import compute_all_logprobs, multiply
 from megatron_rl.parallel.collectives import keep_random_streams
-from megatron_rl.samples.prefix import SegmentKeys
+from megatron_rl.samples.batch import SegmentKeys
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.packed_experts import is_packed, split_experts, split_turns

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megatron_rl.algorithms.catalog import find_early_reader_of_loss, has_importance_weights
-from megatron_rl.algorithms.losses import compute_policy_loss
-from megatron_rl.algorithms.plugin_types import PolicyLossInputs
+from megatron_rl.algorithms.catalog import find_early_reader_of_loss
+from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss, has_importance_weights
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.collectives import broadcast_tensors, share_object
-from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.samples.batch import Packer, TrainBatch
 from megatron_rl.samples.experience import Column, Experience, Minibatch, check_kind
-from megatron_rl.samples.fetch import Holders
-from megatron_rl.samples.pack import Packer
+from megatron_rl.samples.table import Holders
 from megatron_rl.training.optimizer import Optimizer, StepLoss
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup

@@ -22,12 +22,10 @@ from megatron_rl.data.prompts import choose_teachers
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.collectives import reduce_scalars, share_object, world
-from megatron_rl.rewards.scorer import SourceSpec, refuse_reward
-from megatron_rl.rewards.scoring import LARGEST
-from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
+from megatron_rl.rewards.scoring import LARGEST, SourceSpec, refuse_reward
+from megatron_rl.samples.batch import Packer, Padding, TrainBatch, build_train_batch
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.microbatches import plan_microbatches
-from megatron_rl.samples.pack import Packer
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.actor import Actor, ActorOnSamples, RoleOnSamples
 from megatron_rl.training.setup import LaidOutModel, RoleSetup
