@@ -24,9 +24,8 @@ from megatron_rl.samples.experience import Column, Experience, Minibatch, check_
 from megatron_rl.samples.fetch import Holders
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.optimizer import Optimizer, StepLoss
-from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.packed_model import LogprobHead, PackedModel
 from megatron_rl.training.setup import RoleSetup
-from megatron_rl.training.token_heads import LogprobHead
 from megatron_rl.training.update import OptimizerStep, build_step, describe_ledgers
 from megatron_rl.types import UserError
 

@@ -28,10 +28,9 @@ from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.samples.pack import Packer
-from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.packed_model import LogprobHead, PackedModel, compute_scores
 from megatron_rl.training.roles.actor import Actor, ActorOnSamples, RoleOnSamples
 from megatron_rl.training.setup import LaidOutModel, RoleSetup
-from megatron_rl.training.token_heads import LogprobHead, compute_scores
 from megatron_rl.types import Branch, Rollout, UserError
 
 
