@@ -36,7 +36,7 @@ SAMPLES_ROAD = (
     ("advantages and returns", "samples/describe.py", "compute_advantages"),
     ("the loss, with global denominators", "algorithms/losses.py", "compute_policy_loss"),
     ("forward and backward of packed rows", "training/packed_model.py", "PackedModel"),
-    ("an optimizer step", "training/update.py", "OptimizerStep"),
+    ("an optimizer step", "training/optimizer.py", "OptimizerStep"),
     ("one record per step", "observability/run.py", "Run"),
 )
 WEIGHTS_ROAD = (
@@ -87,7 +87,7 @@ PLACES = (
     ("batch arithmetic and its refusals", "config/batch_plan.py", "BatchPlan"),
     ("context parallelism: the number of heads", "weights/support.py", "check_context_parallel"),
     ("layouts that a model refuses, context parallelism included", "planning/role_layouts.py", "check_layout"),
-    ("an optimizer step", "training/update.py", "OptimizerStep"),
+    ("an optimizer step", "training/optimizer.py", "OptimizerStep"),
     ("capture of a step as a CUDA graph", "training/cuda_graph.py", "GraphStep"),
     ("the end of a rank that hangs", "run/watchdog.py", "Watchdog"),
     ("checkpoints: when, and of which parts", "run/checkpoints.py", "Checkpoints"),

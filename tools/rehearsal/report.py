@@ -26,7 +26,7 @@ _UNPLANNED = ("engine", "release", "restore", "save")
 _AXES = {"tp": "TP", "cp": "CP", "pp": "PP", "dp": "DP", "dp_cp": "DP", "ep": "EP", "tp_ep": "EP", "expt_dp": "DP"}
 _AXES |= {"embd": "embedding", "intra_dp_cp": "DP", "intra_expt_dp": "DP", "replicas": "replicas"}
 # Allowed waits: one per update, one for its routers; per microbatch in an eager step, the second list.
-_ONE_WAIT = ("megatron_rl/training/update.py", "megatron_rl/training/router_replay.py")
+_ONE_WAIT = ("megatron_rl/training/optimizer.py", "megatron_rl/training/router_replay.py")
 _WAITS_OF_EAGER = (
     "megatron_rl/training/packed_model.py",
     "megatron/core/transformer/moe/",

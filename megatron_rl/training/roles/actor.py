@@ -17,20 +17,33 @@ import torch
 from megatron_rl.algorithms.catalog import find_early_reader_of_loss, has_importance_weights
 from megatron_rl.algorithms.losses import compute_policy_loss
 from megatron_rl.algorithms.plugin_types import PolicyLossInputs
-from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
+from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, TrainedConfig
 from megatron_rl.parallel.collectives import broadcast_tensors, share_object
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.experience import Column, Experience, Minibatch, check_kind
 from megatron_rl.samples.fetch import Holders
 from megatron_rl.samples.pack import Packer
-from megatron_rl.training.optimizer import Optimizer, StepLoss
-from megatron_rl.training.packed_model import LogprobHead, PackedModel
+from megatron_rl.training.optimizer import EagerStep, Optimizer, OptimizerStep, StepLoss, describe_ledgers
+from megatron_rl.training.packed_model import Head, LogprobHead, PackedModel
 from megatron_rl.training.setup import RoleSetup
-from megatron_rl.training.update import OptimizerStep, build_step, describe_ledgers
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
     from megatron_rl.training.given_losses import LossFunction
+
+
+def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: TrainedConfig) -> EagerStep:
+    """Build the microbatch runner for the configured `step_mode`."""
+    if config.step_mode == "graph":
+        from megatron_rl.training.cuda_graph import GraphStep, StageGraphStep
+
+        kind = StageGraphStep if model.layout.pp_size > 1 else GraphStep
+        return kind(model, head, optimizer, config.graph_memory_gib)
+    if config.step_mode == "static":
+        from megatron_rl.training.static_step import StaticStep
+
+        return StaticStep(model, head, optimizer)
+    return EagerStep(model, head, optimizer)
 
 
 class Actor:
@@ -67,9 +80,9 @@ class Actor:
         """Number of optimizer steps in the weights."""
         return self.optimizer.steps
 
-    def attach_mtp(self, mtp: Any) -> None:
-        """Train the given MTP layer from now on."""
-        self.mtp = mtp
+    def attach_mtp(self, mtp: Any, list_inputs: Callable[..., Any]) -> None:
+        """Train the given MTP layer from now on; `list_inputs`: of `roles.mtp`."""
+        self.mtp, self._list_mtp_inputs = mtp, list_inputs
 
     def _keep_hidden(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:
         self._hidden.append(hidden.detach())
@@ -118,9 +131,7 @@ class Actor:
         self.update.forward_backward(minibatch, step_loss)
         hidden, self._hidden = self._hidden, []
         if self.mtp is not None:
-            from megatron_rl.training.roles.mtp import list_inputs
-
-            self.mtp.forward_backward(minibatch, list_inputs(self.model, hidden, minibatch))
+            self.mtp.forward_backward(minibatch, self._list_mtp_inputs(self.model, hidden, minibatch))
 
     def optim_step(self, **given: Any) -> dict[str, float]:
         """Update the weights and return metrics, equal on every rank; without gradients, do nothing and return none.

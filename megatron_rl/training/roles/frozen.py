@@ -259,7 +259,7 @@ class AbsentRole:
     def release(self) -> None:
         """Do nothing."""
 
-    def attach_mtp(self, mtp: AbsentRole) -> None:
+    def attach_mtp(self, mtp: AbsentRole, list_inputs: object) -> None:
         """Set the stand-in for the policy's MTP layer."""
         self.mtp = mtp
 
