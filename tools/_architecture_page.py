@@ -50,7 +50,7 @@ WEIGHTS_ROAD = (
     ),
     ("which rank sends which box", "transfer/planner.py", "Planner"),
     ("copies between ranks", "transfer/executor.py", "Resharder"),
-    ("digests of both sides", "transfer/certificate.py", "Certificate"),
+    ("digests of both sides", "transfer/executor.py", "Certificate"),
     ("back to disk, for any layout", "checkpoint/saving.py", "CheckpointSaver"),
 )
 _ROADS_END = """
@@ -75,7 +75,7 @@ PLACES = (
     ("dynamic sampling: groups that are drawn again", "rollout/collector.py", "Collector"),
     ("episodes of several turns", "rollout/episodes.py", "Episodes"),
     ("the engine's sleep, and the move of weights", "transfer/hybrid_engine.py", "HybridEngine"),
-    ("proof that weights arrived", "transfer/certificate.py", "Certificate"),
+    ("proof that weights arrived", "transfer/executor.py", "Certificate"),
     ("headers of a step's samples, known to every rank", "samples/table.py", "Headers"),
     ("sequences -> microbatches", "samples/microbatches.py", "plan_microbatches"),
     ("formula of GRPO's advantages", "algorithms/advantages.py", "compute_grpo_advantages"),

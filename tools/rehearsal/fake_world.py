@@ -20,7 +20,7 @@ from megatron_rl.parallel import groups as group_module
 from megatron_rl.training import adapted_model as adapters
 from megatron_rl.training import packed_model
 from megatron_rl.training import router_replay as routing
-from megatron_rl.transfer.certificate import Certificate
+from megatron_rl.transfer.executor import Certificate
 
 assert fake_collectives, "registers what collectives make of fake tensors"
 
