@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rl.models.segments import Segments
 from megatron_rl.models.stages import make_parameter
-from megatron_rl.parallel.kernels import choose_triton_kernels
+from megatron_rl.parallel.collectives import choose_triton_kernels
 from megatron_rl.parallel.layout import shard_rows
 from megatron_rl.samples.batch import MicrobatchSlice
 from megatron_rl.samples.prefix import SegmentKeys
