@@ -309,7 +309,7 @@ class Transfer:
             dtype=dtype,
             computed=tensors.computed,
         )
-        index, place = context.engines.find(rank)
+        index, place = context.engines.places.get(rank, (-1, 0))
         ranks = context.engines.of[index] if index >= 0 else ()
         whole = group_shards(
             lambda place: tensors.destination(ranks[place]),
