@@ -20,7 +20,7 @@ from megatron_rl.config.schema import ActorConfig
 from megatron_rl.parallel.groups import join_groups
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.frozen import AbsentRole
-from megatron_rl.training.roles.mtp import Mtp
+from megatron_rl.training.roles.mtp import Mtp, list_inputs
 from megatron_rl.training.setup import LaidOutModel
 from tiny_models import save_tiny_model
 
@@ -101,7 +101,8 @@ def build_with_mtp(case: Case, path: Path) -> Actor:
     own = groups if layout == groups.layout else join_groups(layout)
     options: dict[str, Any] = dict(spec=dict(name="mtp"), shape=shape, total_optimizer_steps=10)
     setup = make_setup("actor", path, config, own or groups, dtype=case.dtype, **options)
-    actor.attach_mtp(Mtp(setup) if own else AbsentRole(LaidOutModel(setup.spec, shape, layout)))
+    mtp = Mtp(setup) if own else AbsentRole(LaidOutModel(setup.spec, shape, layout))
+    actor.attach_mtp(mtp, list_inputs)
     return actor
 
 

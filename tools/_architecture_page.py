@@ -36,7 +36,7 @@ SAMPLES_ROAD = (
     ("advantages and returns", "samples/experience.py", "compute_advantages"),
     ("the loss, with global denominators", "algorithms/losses.py", "compute_policy_loss"),
     ("forward and backward of packed rows", "training/packed_model.py", "PackedModel"),
-    ("an optimizer step", "training/update.py", "OptimizerStep"),
+    ("an optimizer step", "training/optimizer.py", "OptimizerStep"),
     ("one record per step", "observability/run.py", "Run"),
 )
 WEIGHTS_ROAD = (
@@ -50,7 +50,7 @@ WEIGHTS_ROAD = (
     ),
     ("which rank sends which box", "transfer/planner.py", "Planner"),
     ("copies between ranks", "transfer/executor.py", "Resharder"),
-    ("digests of both sides", "transfer/certificate.py", "Certificate"),
+    ("digests of both sides", "transfer/executor.py", "Certificate"),
     ("back to disk, for any layout", "checkpoint/saving.py", "CheckpointSaver"),
 )
 _ROADS_END = """
@@ -75,7 +75,7 @@ PLACES = (
     ("dynamic sampling: groups that are drawn again", "rollout/collector.py", "Collector"),
     ("episodes of several turns", "rollout/episodes.py", "Episodes"),
     ("the engine's sleep, and the move of weights", "transfer/hybrid_engine.py", "HybridEngine"),
-    ("proof that weights arrived", "transfer/certificate.py", "Certificate"),
+    ("proof that weights arrived", "transfer/executor.py", "Certificate"),
     ("headers of a step's samples, known to every rank", "samples/table.py", "Headers"),
     ("sequences -> microbatches", "samples/microbatches.py", "plan_microbatches"),
     ("formula of GRPO's advantages", "algorithms/advantages.py", "compute_grpo_advantages"),
@@ -87,7 +87,7 @@ PLACES = (
     ("batch arithmetic and its refusals", "config/batch_plan.py", "BatchPlan"),
     ("context parallelism: the number of heads", "weights/support.py", "check_context_parallel"),
     ("layouts that a model refuses, context parallelism included", "planning/role_layouts.py", "check_layout"),
-    ("an optimizer step", "training/update.py", "OptimizerStep"),
+    ("an optimizer step", "training/optimizer.py", "OptimizerStep"),
     ("capture of a step as a CUDA graph", "training/cuda_graph.py", "GraphStep"),
     ("the end of a rank that hangs", "run/watchdog.py", "Watchdog"),
     ("checkpoints: when, and of which parts", "run/checkpoints.py", "Checkpoints"),

@@ -132,7 +132,7 @@ def probe_attention() -> dict[str, Any]:
 
 def compute_attention(backend: str, device: torch.device, dtype: torch.dtype) -> list[float]:
     """Return weighted means of attention's output and gradients on fixed inputs."""
-    from megatron_rl.models.attention_backends import attend, build_segments
+    from megatron_rl.models.attention import attend, build_segments
 
     rows, starts = sum(_LENGTHS), torch.tensor([0, *_LENGTHS]).cumsum(0).to(device, torch.int32)
     inputs = [

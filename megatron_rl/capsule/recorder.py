@@ -9,7 +9,7 @@ values are indexed by rollout and position in the response, never by position in
 Parameters are recorded as fingerprints, which are compact, independent of layout, and sufficient to compare tensors and
 locate differences. Of each logical tensor (HF names and shapes; optimizer states as `optimizer.exp_avg.<name>`):
 
-    digest   sum of bits(x_i) * (2 i + 1) modulo 2^64, as in `transfer.certificate`
+    digest   sum of bits(x_i) * (2 i + 1) modulo 2^64, as in `transfer.executor`
     total    sum of bits(x_i)             modulo 2^64
     norm, highest |x_i|, and the values of 64 elements at positions derived from the name
 
@@ -51,7 +51,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.observability.run import Run
 from megatron_rl.parallel.collectives import world
 from megatron_rl.samples.experience import Experience
-from megatron_rl.transfer.certificate import CHUNK_ELEMENTS, compute_digest, view_bits
+from megatron_rl.transfer.executor import CHUNK_ELEMENTS, compute_digest, view_bits
 from megatron_rl.types import KeptSets, Rollout, UserError
 from megatron_rl.weights.megatron_layout import ROUTER_BIAS
 from megatron_rl.weights.shard_box import ShardBox, box_slices, box_volume

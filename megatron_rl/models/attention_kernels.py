@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import CausalVariant
 
 from megatron_rl.models.segments import TILE, Segments, TileBatch
-from megatron_rl.parallel.kernels import find_failure
+from megatron_rl.parallel.collectives import find_failure
 from megatron_rl.types import UserError
 
 # Backends with one kernel over all segments, fastest first -> module that must be importable.

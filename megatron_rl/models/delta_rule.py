@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.models.segments import Segments
-from megatron_rl.parallel.kernels import find_failure
+from megatron_rl.parallel.collectives import find_failure
 
 CHUNK = 64
 _EPSILON = 1e-6  # in the L2 norm of queries and keys

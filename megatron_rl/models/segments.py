@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention pattern of a packed row, as `attention_backends.py` prepares it for a backend."""
+"""The attention pattern of a packed row, as `attention.py` prepares it for a backend."""
 
 from __future__ import annotations
 

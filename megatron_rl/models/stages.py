@@ -26,8 +26,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from megatron_rl.parallel.collectives import current_device
-from megatron_rl.parallel.kernels import choose_triton_kernels
+from megatron_rl.parallel.collectives import choose_triton_kernels, current_device
 
 
 def gather_for_shards(x: torch.Tensor, *, sequence_parallel: bool, tp_group: dist.ProcessGroup) -> torch.Tensor:

@@ -25,8 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.parallel.collectives import gather_rows
-from megatron_rl.parallel.kernels import choose_triton_kernels, has_gpu_memory
+from megatron_rl.parallel.collectives import choose_triton_kernels, gather_rows, has_gpu_memory
 from megatron_rl.types import KeptSets
 
 OUTSIDE = -1e30  # logit of probability 0; finite, so that differences and products with 0 are finite

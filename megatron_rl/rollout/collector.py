@@ -530,7 +530,7 @@ class Collector:
             UserError: a rollout could not be scored; on every rank.
         """
         scorer, engines = self._rewards.scorer, self.generator.engines
-        engine, place = engines.find(self._group.rank())
+        engine, place = engines.places.get(self._group.rank(), (-1, 0))
         # Only the engine's first rank has started scoring, or has the results of episodes, or scores whole groups.
         if scorer.is_concurrent or self._config.agents.has_episodes or scorer.takes_groups:
             mine = held if place == 0 else []

@@ -105,7 +105,7 @@ def open_channel(engines: EngineRanks, rank: int, timeout: timedelta | None = No
     align_group_names()
     from megatron_rl.parallel.pairs import open_star
 
-    index, _ = engines.find(rank)
+    index, _ = engines.places.get(rank, (-1, 0))
     group = None if index < 0 else make_group(engines.of[index], timeout)
     return Channel(group, open_star(group, timeout) if group is not None else ())
 

@@ -112,7 +112,9 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
             updates = max((inputs.plan.total_steps or 0) - skipped, 0) * inputs.plan.optimizer_steps_per_step
             roles[name] = build_role(config, role, mine, updates, make, learned)
     if "mtp" in roles:
-        roles["actor"].attach_mtp(roles["mtp"])
+        from megatron_rl.training.roles.mtp import list_inputs
+
+        roles["actor"].attach_mtp(roles["mtp"], list_inputs)
     return roles
 
 

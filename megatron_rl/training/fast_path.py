@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.config.schema import TrainedConfig
-from megatron_rl.models.attention_backends import choose_attention_backend
+from megatron_rl.models.attention import choose_attention_backend
 from megatron_rl.models.gpt import DTYPES
-from megatron_rl.parallel.kernels import find_triton_failure
+from megatron_rl.parallel.collectives import find_triton_failure
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training.update import StepResult
+from megatron_rl.training.optimizer import StepResult
 from megatron_rl.types import UserError
 
 # User-defined loss: (microbatch, logprobs [t], entropy [t]) -> scalar loss, whose sum over microbatches is minimized,

@@ -28,7 +28,7 @@ from megatron_rl.engines.vllm.vllm_library import keep_memory_pools, prepare_vll
 from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.run.building import build_rollout
-from megatron_rl.transfer.certificate import CertificateError
+from megatron_rl.transfer.executor import CertificateError
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import save_tiny_model

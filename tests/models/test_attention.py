@@ -19,11 +19,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_rl.models.attention import (
     PackedAttention,
     PackedSequences,
+    attend,
     build_packed_sequences,
     compute_rotary_table,
     rotate,
 )
-from megatron_rl.models.attention_backends import attend
 from megatron_rl.models.gpt import build_transformer_config
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import Padding, build_train_batch

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_rl.models.attention_backends import attend, build_segments, choose_attention_backend
+from megatron_rl.models.attention import attend, build_segments, choose_attention_backend
 from megatron_rl.models.attention_kernels import find_kernel_failure
 from megatron_rl.models.segments import Segments
 from megatron_rl.samples.batch import build_segment_keys
@@ -208,7 +208,7 @@ def test_mask_is_as_large_as_its_longest_segment() -> None:
 
 
 WORKING = """
-from megatron_rl.models import attention_backends as b
+from megatron_rl.models import attention as b
 
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal, deterministic):

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from megatron_rl.models.attention_backends import build_segments
+from megatron_rl.models.attention import build_segments
 from megatron_rl.models.delta_rule import (
     apply_delta_rule,
     apply_kernel,

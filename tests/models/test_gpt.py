@@ -34,8 +34,7 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import Padding, build_train_batch
 from megatron_rl.samples.microbatches import plan_microbatches
-from megatron_rl.training.packed_model import PackedModel
-from megatron_rl.training.token_heads import LogprobHead
+from megatron_rl.training.packed_model import LogprobHead, PackedModel
 from megatron_rl.types import Branch, UserError
 from megatron_rl.weights.families import Head
 from megatron_rl.weights.model_config import load_model_shape

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.models.attention_backends import attend, build_segments
+from megatron_rl.models.attention import attend, build_segments
 from megatron_rl.models.attention_kernels import attend_in_tiles, build_tiles
 from megatron_rl.models.segments import Segments
 

@@ -17,7 +17,7 @@ import torch
 
 from megatron_rl.models.attention import compute_rotary_table
 from megatron_rl.models.stages import _GatedActivation
-from megatron_rl.parallel import kernels as choice
+from megatron_rl.parallel import collectives as choice
 from megatron_rl.parallel.vocab_parallel import (
     OutputSoftmax,
     VocabShard,

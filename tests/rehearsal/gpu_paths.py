@@ -41,7 +41,7 @@ from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.servers import served
 from megatron_rl.engines.servers.server_apis import SglangServer, VllmServer
 from megatron_rl.engines.vllm.vllm_settings import fit_to_device
-from megatron_rl.models import attention_backends, attention_kernels
+from megatron_rl.models import attention, attention_kernels
 from megatron_rl.models.offloaded_inputs import InputStore
 from megatron_rl.observability.progress import StepProfiler
 from megatron_rl.parallel.collectives import (
@@ -169,11 +169,11 @@ def barrier() -> int:
 
 def kernels() -> list[str]:
     """Return the fastest available kernels, and the missing ones."""
-    attention_backends.choose_attention_backend.cache_clear()
+    attention.choose_attention_backend.cache_clear()
     with patch.object(
         attention_kernels, "find_kernel_failure", lambda name, *rest: None if name == "efficient" else ""
     ):
-        choose = attention_backends.choose_attention_backend
+        choose = attention.choose_attention_backend
         found = {choose(device, torch.bfloat16) for device in (CUDA, torch.device("cuda"))}
     paths = find_fast_paths(TrainedConfig(), "bfloat16", "local", 2)
     refused = _refusal(attention_kernels.check_transformer_engine)

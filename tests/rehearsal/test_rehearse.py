@@ -67,7 +67,7 @@ def make_report(**changes: Any) -> dict[str, Any]:
     """Make the report of a rank that agrees with its plan, except for changes of its update, memory or traffic."""
     row = {"phase": "actor update", "planned": 2 << 30, "rehearsed": 2 << 30, "at_peak": []}
     traffic = {"role": "actor", "axis": "DP", "planned": 1 << 30, "rehearsed": 1 << 30}
-    update = {"host_collectives": [], "mixes": [], "syncs": {"megatron_rl/training/update.py:1": 1}, "peak": 2 << 30}
+    update = {"host_collectives": [], "mixes": [], "syncs": {"megatron_rl/training/optimizer.py:1": 1}, "peak": 2 << 30}
     update |= {"live": 1 << 30, "held": {"a.py:1": 1 << 30}}
     return {
         "rank": 0,
@@ -91,10 +91,10 @@ FOUND: dict[str, tuple[dict[str, Any], str]] = {
     "host collective": ({"update": {"host_collectives": ["x.py:7"]}}, "a collective of a tensor on the host at x.py:7"),
     "mix": ({"update": {"mixes": ["x.py:8"]}}, "tensors of the host and of the device at x.py:8"),
     "wait": (
-        {"update": {"syncs": {"megatron_rl/training/optimizer.py:9": 1}}},
+        {"update": {"syncs": {"megatron_rl/training/fast_path.py:9": 1}}},
         "waits for the device at megatron_rl/train",
     ),
-    "second wait": ({"update": {"syncs": {"megatron_rl/training/update.py:1": 2}}}, "the host waits 2 times for the"),
+    "second wait": ({"update": {"syncs": {"megatron_rl/training/optimizer.py:1": 2}}}, "the host waits 2 times for"),
     "a save": ({"save": {"peak": 3 << 30}}, "save: 3.00 GiB rehearsed, more than the 2.00 of any planned phase"),
     "leak": (
         {"update": {"live": (1 << 30) + (1 << 20), "held": {"a.py:1": 1 << 30, "b.py:2": 1 << 20}}},

@@ -19,7 +19,7 @@ import torch
 
 import megatron_rl
 from distributed import run_ranks
-from megatron_rl.models import attention_backends
+from megatron_rl.models import attention
 from megatron_rl.models.attention import PackedAttention
 from megatron_rl.models.stages import RMSNorm
 from megatron_rl.samples.corrections import check_bits
@@ -154,12 +154,12 @@ def change_epsilon(patch: pytest.MonkeyPatch, model: Any) -> None:
 
 
 def see_the_next_token(patch: pytest.MonkeyPatch, model: Any) -> None:
-    real = attention_backends.F.scaled_dot_product_attention
+    real = attention.F.scaled_dot_product_attention
 
     def attend(*qkv: torch.Tensor, attn_mask: torch.Tensor, **options: Any) -> torch.Tensor:
         return real(*qkv, attn_mask=attn_mask | attn_mask.roll(1, 1), **options)
 
-    patch.setattr(attention_backends.F, "scaled_dot_product_attention", attend)
+    patch.setattr(attention.F, "scaled_dot_product_attention", attend)
 
 
 def keep_an_old_weight(patch: pytest.MonkeyPatch, model: Any) -> None:

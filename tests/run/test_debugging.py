@@ -119,7 +119,7 @@ def test_an_update_and_a_reward_are_stopped_in(task: Path, tmp_path: Path) -> No
     recipe = write_recipe(task, tmp_path / "recipe.yaml", *common, "trainer.collective_timeout=2")
     output = tmp_path / "output"
     process = start_ranks(4, output, recipe, "--debug-rank", "2")
-    reward, update = task / "reward.py", ROOT / "megatron_rl/training/update.py"
+    reward, update = task / "reward.py", ROOT / "megatron_rl/training/optimizer.py"
     with DapClient(find_port(output, 2, process), {reward: [line_of(reward, "digits = sum")]}) as client:
         thread, frame = client.wait_for_stop()
         assert Path(frame["source"]["path"]) == reward and frame["name"] == "score"

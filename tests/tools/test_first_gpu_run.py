@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.models import attention_backends
+from megatron_rl.models import attention
 from megatron_rl.run.loading import load_config
 from tools import _gpu_figures as figures
 from tools import _gpu_probes as probes
@@ -142,8 +142,8 @@ def test_probes_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes.probe_products()["torch.float32 error"] < 1e-5
     found = probes.probe_attention()
     assert found["sdpa torch.float32 error"] < 1e-5 < found["sdpa torch.bfloat16 error"]
-    right = attention_backends._attend_sdpa
-    monkeypatch.setattr(attention_backends, "_attend_sdpa", lambda *args: right(*args[:4], 1.05 * args[4], args[5]))
+    right = attention._attend_sdpa
+    monkeypatch.setattr(attention, "_attend_sdpa", lambda *args: right(*args[:4], 1.05 * args[4], args[5]))
     with pytest.raises(probes.WrongAnswer, match="attention by sdpa in torch.float32 is off by"):
         probes.probe_attention()
 

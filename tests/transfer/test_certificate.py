@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.transfer import certificate as certificate_module
-from megatron_rl.transfer.certificate import Certificate, CertificateError, CertifiedParams, compute_digest, count_once
+from megatron_rl.transfer import executor
+from megatron_rl.transfer.executor import Certificate, CertificateError, CertifiedParams, compute_digest, count_once
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox, box_volume, full_box
 from shards import as_shards, cut_shards, make_full_tensors, make_shape, place_megatron, place_vllm
@@ -44,7 +44,7 @@ def test_digest_is_its_definition(size: tuple[int, ...], dtype: torch.dtype) -> 
 def test_digest_of_large_pieces_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(50, 7, generator=torch.Generator().manual_seed(2))
     whole = compute_digest(tensor, full_box((50, 7)), (50, 7))
-    monkeypatch.setattr("megatron_rl.transfer.certificate.CHUNK_ELEMENTS", 20)
+    monkeypatch.setattr("megatron_rl.transfer.executor.CHUNK_ELEMENTS", 20)
     assert compute_digest(tensor, full_box((50, 7)), (50, 7)) == whole
 
 
@@ -172,7 +172,7 @@ def certify(rank: int, world_size: int, fault: str, sample: bool, rounds: int, d
     destination = cut_shards(tables[rank], rounded, padding_rows=3, fill=0.0)
     FAULTS[fault][0](rank, destination, source)
     first = rank // 2 * 2
-    certificate_module.SAMPLE_SHARE = 0.1
+    executor.SAMPLE_SHARE = 0.1
     certificate = Certificate(
         shape.logical_tensors(),
         CertifiedParams(

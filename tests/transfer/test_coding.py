@@ -37,7 +37,7 @@ from megatron_rl.planning.parameters import compute_engine_bytes
 from megatron_rl.rollout.serving import generate
 from megatron_rl.run.building import build_role, build_rollout
 from megatron_rl.run.models import RoleInputs, resolve
-from megatron_rl.transfer.certificate import CertificateError
+from megatron_rl.transfer.executor import CertificateError
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.quantization import encode, find_scales
 from megatron_rl.weights.rollout_layout import huggingface_placements

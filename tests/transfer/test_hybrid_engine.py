@@ -45,9 +45,8 @@ from megatron_rl.run.checkpoints import actor_export
 from megatron_rl.run.models import RoleInputs, resolve
 from megatron_rl.samples.batch import Padding, build_train_batch
 from megatron_rl.samples.microbatches import plan_microbatches
-from megatron_rl.transfer.certificate import CertificateError
 from megatron_rl.transfer.computed import ScaledParam
-from megatron_rl.transfer.executor import Resharder
+from megatron_rl.transfer.executor import CertificateError, Resharder
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.adapters import make_adapter_shape

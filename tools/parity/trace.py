@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.samples.batch import Padding, build_train_batch
-from megatron_rl.training.packed_model import PackedModel
-from megatron_rl.training.token_heads import LogprobHead
+from megatron_rl.training.packed_model import LogprobHead, PackedModel
 from megatron_rl.types import Branch, UserError
 from megatron_rl.weights.family import FAMILIES
 from megatron_rl.weights.megatron_layout import stage_layers

@@ -15,12 +15,12 @@ from torch.distributed._tools import fake_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_rl.models import attention_backends
+from megatron_rl.models import attention
 from megatron_rl.parallel import groups as group_module
 from megatron_rl.training import adapted_model as adapters
 from megatron_rl.training import packed_model
 from megatron_rl.training import router_replay as routing
-from megatron_rl.transfer.certificate import Certificate
+from megatron_rl.transfer.executor import Certificate
 
 assert fake_collectives, "registers what collectives make of fake tensors"
 
@@ -52,7 +52,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         patch.object(routing, "describe_routing", lambda *counts: {}),  # reads values on the host
         patch.object(Certificate, "_raise_if_wrong", nothing),  # compares digests of values
         patch.object(
-            attention_backends,
+            attention,
             "choose_attention_backend",
             lambda device, dtype: "efficient" if dtype is torch.float32 else "torch-varlen",
         ),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A CPU implementation of torch's memory-efficient attention by its formula, for small shapes.
 
-The backend "efficient" (`models/attention_backends.py`) then runs without a GPU. It reads no lengths on the host, so a
+The backend "efficient" (`models/attention.py`) then runs without a GPU. It reads no lengths on the host, so a
 step has the same shapes for every batch.
 """
 

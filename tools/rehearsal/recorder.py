@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_rl.models import attention_backends
+from megatron_rl.models import attention
 from megatron_rl.parallel import collectives
 from megatron_rl.training import fixed_memory
 from tools.rehearsal import masked_attention
@@ -265,7 +265,7 @@ def recorded_graphs() -> Iterator[None]:
         for cuda in (torch.cuda, random.torch.cuda):  # megatron-core has its own torch on a CPU
             for name, value in _NAMES.items():
                 stack.enter_context(patch.object(cuda, name, value))
-        stack.enter_context(patch.object(attention_backends, "choose_attention_backend", lambda *kind: "efficient"))
+        stack.enter_context(patch.object(attention, "choose_attention_backend", lambda *kind: "efficient"))
         # Pairs of ranks exchange values through memory that appears in no operation.
         stack.enter_context(patch.object(fixed_memory, "FixedMemory", Pages))
         stack.enter_context(patch.object(collectives, "find_pair", lambda group, num_bytes: None))

@@ -26,9 +26,9 @@ _UNPLANNED = ("engine", "release", "restore", "save")
 _AXES = {"tp": "TP", "cp": "CP", "pp": "PP", "dp": "DP", "dp_cp": "DP", "ep": "EP", "tp_ep": "EP", "expt_dp": "DP"}
 _AXES |= {"embd": "embedding", "intra_dp_cp": "DP", "intra_expt_dp": "DP", "replicas": "replicas"}
 # Allowed waits: one per update, one for its routers; per microbatch in an eager step, the second list.
-_ONE_WAIT = ("megatron_rl/training/update.py", "megatron_rl/training/router_replay.py")
+_ONE_WAIT = ("megatron_rl/training/optimizer.py", "megatron_rl/training/router_replay.py")
 _WAITS_OF_EAGER = (
-    "megatron_rl/training/token_heads.py",
+    "megatron_rl/training/packed_model.py",
     "megatron/core/transformer/moe/",
     "megatron_rl/models/experts.py",  # experts multiplied one by one
     "megatron/core/pipeline_parallel/p2p_communication.py",  # shapes before messages, in an interleaved pipeline

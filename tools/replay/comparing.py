@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron_rl.capsule.recorder import Fingerprints, Section, Values, sample_places
-from megatron_rl.transfer.certificate import view_bits
+from megatron_rl.transfer.executor import view_bits
 
 ReadTensor = Callable[[str, str], torch.Tensor]  # (section, logical tensor) -> value in the state's files
 _WRAP = 1 << 64

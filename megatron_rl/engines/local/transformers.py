@@ -29,7 +29,7 @@ from megatron_rl.engines.protocol import EngineSpec, EngineWeights, Request, Sam
 from megatron_rl.engines.token_requests import Scores
 from megatron_rl.engines.truncation import add_gumbel_noise, truncate
 from megatron_rl.engines.wrappers import WaitingRequests
-from megatron_rl.models.attention_backends import attend, build_segments
+from megatron_rl.models.attention import attend, build_segments
 from megatron_rl.models.segments import Segments
 from megatron_rl.parallel.batch_invariant import compute_all_logprobs, multiply
 from megatron_rl.parallel.collectives import keep_random_streams

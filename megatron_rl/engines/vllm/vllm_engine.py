@@ -47,7 +47,7 @@ from megatron_rl.engines.vllm.vllm_settings import (
     list_engine_environment,
     records_kept_sets,
 )
-from megatron_rl.models.attention_backends import attend, build_segments
+from megatron_rl.models.attention import attend, build_segments
 from megatron_rl.models.segments import Segments
 from megatron_rl.parallel.batch_invariant import compute_all_logprobs, multiply
 from megatron_rl.parallel.collectives import keep_random_streams

@@ -16,20 +16,32 @@ import torch
 
 from megatron_rl.algorithms.catalog import find_early_reader_of_loss
 from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss, has_importance_weights
-from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
+from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, TrainedConfig
 from megatron_rl.parallel.collectives import broadcast_tensors, share_object
 from megatron_rl.samples.batch import Packer, TrainBatch
 from megatron_rl.samples.experience import Column, Experience, Minibatch, check_kind
 from megatron_rl.samples.table import Holders
-from megatron_rl.training.optimizer import Optimizer, StepLoss
-from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.optimizer import EagerStep, Optimizer, OptimizerStep, StepLoss, describe_ledgers
+from megatron_rl.training.packed_model import Head, LogprobHead, PackedModel
 from megatron_rl.training.setup import RoleSetup
-from megatron_rl.training.token_heads import LogprobHead
-from megatron_rl.training.update import OptimizerStep, build_step, describe_ledgers
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
     from megatron_rl.training.given_losses import LossFunction
+
+
+def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: TrainedConfig) -> EagerStep:
+    """Build the microbatch runner for the configured `step_mode`."""
+    if config.step_mode == "graph":
+        from megatron_rl.training.cuda_graph import GraphStep, StageGraphStep
+
+        kind = StageGraphStep if model.layout.pp_size > 1 else GraphStep
+        return kind(model, head, optimizer, config.graph_memory_gib)
+    if config.step_mode == "static":
+        from megatron_rl.training.static_step import StaticStep
+
+        return StaticStep(model, head, optimizer)
+    return EagerStep(model, head, optimizer)
 
 
 class Actor:
@@ -66,9 +78,9 @@ class Actor:
         """Number of optimizer steps in the weights."""
         return self.optimizer.steps
 
-    def attach_mtp(self, mtp: Any) -> None:
-        """Train the given MTP layer from now on."""
-        self.mtp = mtp
+    def attach_mtp(self, mtp: Any, list_inputs: Callable[..., Any]) -> None:
+        """Train the given MTP layer from now on; `list_inputs`: of `roles.mtp`."""
+        self.mtp, self._list_mtp_inputs = mtp, list_inputs
 
     def _keep_hidden(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:
         self._hidden.append(hidden.detach())
@@ -117,9 +129,7 @@ class Actor:
         self.update.forward_backward(minibatch, step_loss)
         hidden, self._hidden = self._hidden, []
         if self.mtp is not None:
-            from megatron_rl.training.roles.mtp import list_inputs
-
-            self.mtp.forward_backward(minibatch, list_inputs(self.model, hidden, minibatch))
+            self.mtp.forward_backward(minibatch, self._list_mtp_inputs(self.model, hidden, minibatch))
 
     def optim_step(self, **given: Any) -> dict[str, float]:
         """Update the weights and return metrics, equal on every rank; without gradients, do nothing and return none.
@@ -266,6 +276,8 @@ class ActorOnSamples(PolicyOnSamples):
         super().__init__(role, packer)
         self.records_routes = getattr(packer.config, "router_replay", "off") == "trainer"
         self._datum_passes: Any = None
+        layout = packer.model.layout
+        self._last_stage = np.array([[layout.rank(dp=dp, pp=layout.pp_size - 1)] for dp in range(layout.dp_size)])
 
     def read(self, samples: Experience, *names: str) -> TrainBatch:
         """Return this rank's share of the samples, with the expert choices to replay, if there are any."""
@@ -290,9 +302,8 @@ class ActorOnSamples(PolicyOnSamples):
 
     def as_update(self, samples: Experience, values: torch.Tensor) -> Column:
         """Wrap values [t], valid on the last pipeline stage only, as a column."""
-        packing, layout = samples.pack(self.packer), self.packer.model.layout
-        last_stage = [[layout.rank(dp=dp, pp=layout.pp_size - 1)] for dp in range(layout.dp_size)]
-        return Column(values, packing, Holders(packing.holders.replica_of, np.array(last_stage)))
+        packing = samples.pack(self.packer)
+        return Column(values, packing, Holders(packing.holders.replica_of, self._last_stage))
 
     def forward_backward(self, minibatch: Minibatch, loss: AlgorithmConfig | LossFunction) -> None:
         """Add the gradients of a policy loss, or of a function (see `given_losses.LossFunction`), over a minibatch.

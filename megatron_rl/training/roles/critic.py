@@ -11,12 +11,10 @@ import torch
 from megatron_rl.config.schema import CriticConfig
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.experience import Column, Experience, Minibatch
-from megatron_rl.training.optimizer import Optimizer, StepLoss
-from megatron_rl.training.packed_model import PackedModel
-from megatron_rl.training.roles.actor import RoleOnSamples
+from megatron_rl.training.optimizer import Optimizer, OptimizerStep, StepLoss, describe_ledgers
+from megatron_rl.training.packed_model import PackedModel, compute_values
+from megatron_rl.training.roles.actor import RoleOnSamples, build_step
 from megatron_rl.training.setup import RoleSetup
-from megatron_rl.training.token_heads import compute_values
-from megatron_rl.training.update import OptimizerStep, build_step, describe_ledgers
 
 
 class Critic:

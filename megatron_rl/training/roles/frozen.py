@@ -26,10 +26,9 @@ from megatron_rl.rewards.scoring import LARGEST, SourceSpec, refuse_reward
 from megatron_rl.samples.batch import Packer, Padding, TrainBatch, build_train_batch
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.microbatches import plan_microbatches
-from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.packed_model import LogprobHead, PackedModel, compute_scores
 from megatron_rl.training.roles.actor import Actor, ActorOnSamples, RoleOnSamples
 from megatron_rl.training.setup import LaidOutModel, RoleSetup
-from megatron_rl.training.token_heads import LogprobHead, compute_scores
 from megatron_rl.types import Branch, Rollout, UserError
 
 
@@ -258,7 +257,7 @@ class AbsentRole:
     def release(self) -> None:
         """Do nothing."""
 
-    def attach_mtp(self, mtp: AbsentRole) -> None:
+    def attach_mtp(self, mtp: AbsentRole, list_inputs: object) -> None:
         """Set the stand-in for the policy's MTP layer."""
         self.mtp = mtp
 

@@ -20,11 +20,10 @@ from megatron_rl.models.other_stages import MtpModel
 from megatron_rl.models.stages import HiddenStatesModel
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.given_losses import compute_sft_loss
-from megatron_rl.training.optimizer import Optimizer, StepLoss
-from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.optimizer import Optimizer, OptimizerStep, StepLoss
+from megatron_rl.training.packed_model import LogprobHead, PackedModel
+from megatron_rl.training.roles.actor import build_step
 from megatron_rl.training.setup import RoleSetup
-from megatron_rl.training.token_heads import LogprobHead
-from megatron_rl.training.update import OptimizerStep, build_step
 from megatron_rl.types import LossLedger
 
 _OF_ROWS = ("tokens", "position_ids", "sequence_ids", "rollout_logprobs")  # columns that `shift_targets` keeps

@@ -22,10 +22,10 @@ from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.data.preference_rows import Preference
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.given_losses import compute_given_loss, describe_given_loss
-from megatron_rl.training.optimizer import Optimizer, StepLoss
+from megatron_rl.training.optimizer import Optimizer, OptimizerStep, StepLoss
+from megatron_rl.training.roles.actor import build_step
 from megatron_rl.training.roles.frozen import RewardModel
 from megatron_rl.training.setup import RoleSetup
-from megatron_rl.training.update import OptimizerStep, build_step
 
 
 def sum_by_sequence(values: torch.Tensor, batch: TrainBatch, count: int) -> torch.Tensor:
