@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from megatron_rl.types import KeptSets, RouteShape
     from megatron_rl.weights.adapters import AdapterShape
     from megatron_rl.weights.families import ModelShape
-    from megatron_rl.weights.quantization import CodeFormat
     from megatron_rl.weights.shard_box import ShardBox
 
 
@@ -245,7 +244,13 @@ class RolloutEngine(AnyEngine, Protocol):
 
 
 class EngineWeights(Protocol):
-    """One rank's view of an engine's weights."""
+    """One rank's view of an engine's weights.
+
+    Two members are optional. `code_format: CodeFormat | None`: `params` contains int8 matrices (`weights.quantization`)
+    and, under names with `SCALE_SUFFIX`, scales of their rows, [rows, 1] float32. `probe() -> Probed | None`, for
+    inaccessible weights: continue a fixed prompt, greedily and then at the rollout temperature, so that the trainer can
+    verify the weights; `None` on all but the first rank.
+    """
 
     params: Mapping[str, torch.Tensor]
     shared_params: frozenset[str] = frozenset()  # parameters whose storage is the actor's
@@ -276,29 +281,6 @@ class PlacedEngine(Protocol):
     @property
     def engine_ranks(self) -> EngineRanks:
         """The ranks of every engine of the job."""
-        ...
-
-
-@runtime_checkable
-class CodedEngine(Protocol):
-    """An engine with matrices in eight bits (`weights.quantization`).
-
-    `params` contains int8 matrices and, under names with `SCALE_SUFFIX`, scales of their rows, [rows, 1] float32.
-    """
-
-    code_format: CodeFormat | None
-
-
-@runtime_checkable
-class ProbedEngine(Protocol):
-    """An engine with inaccessible weights, such as a server."""
-
-    def probe(self) -> Probed | None:
-        """Continue a fixed prompt, so that the trainer can verify the weights; `None` on all but the first rank.
-
-        Returns:
-            Requests and responses: greedy, then at the rollout temperature.
-        """
         ...
 
 

@@ -186,19 +186,14 @@ def describe_cluster(
     )
 
 
-def find_cluster(world_size: int, ranks_per_node: int, memory_bytes: int) -> Cluster:
-    """Return the cluster of a run on GPUs; `memory_bytes`: of the smallest one."""
+def find_cluster(world_size: int, ranks_per_node: int, memory_bytes: int | None) -> Cluster:
+    """Return the cluster of a run; `memory_bytes`: of the smallest GPU, `None` without GPUs (rough speeds)."""
     import psutil
 
     per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size
-    return describe_cluster(world_size, memory_bytes / GIB, per_node, psutil.virtual_memory().total)
-
-
-def find_host(world_size: int, ranks_per_node: int) -> Cluster:
-    """Return the cluster of a run without GPUs, with rough speeds to compare layouts."""
-    import psutil
-
-    per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size
-    found = describe_cluster(world_size, psutil.virtual_memory().total / per_node / GIB, per_node)
+    host_bytes = psutil.virtual_memory().total
+    if memory_bytes is not None:
+        return describe_cluster(world_size, memory_bytes / GIB, per_node, host_bytes)
+    found = describe_cluster(world_size, host_bytes / per_node / GIB, per_node)
     speeds = {"flops": 1e11, "memory_bandwidth": 2e10, "within_node": 5e9, "across_nodes": 1e9}
     return replace(found, has_fused_attention=False, **speeds)

@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.files import find_model_files
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, RunConfig
 from megatron_rl.data.prompts import PromptBatches
-from megatron_rl.engines.protocol import BuiltEngine, EngineSpec, EngineWeights, ProbedEngine, build_engine
+from megatron_rl.engines.protocol import BuiltEngine, EngineSpec, EngineWeights, build_engine
 from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import Process, align_group_names, gather_objects, share_object, world
 from megatron_rl.parallel.groups import ParallelGroups, join_groups
@@ -180,8 +180,8 @@ def verify_served(weights: EngineWeights, actor: Actor, config: RunConfig) -> Ca
             found = [scores.numpy() for scores in score_sequences(actor.model, sequences, skip, temperature)]
         return share_object(found, world(), layout.first_rank) if layout.world_size < world().size() else found or []
 
-    ask = weights.probe if isinstance(weights, ProbedEngine) else lambda: None
-    return ProbedWeights(weights, ask, score, config.model.dtype, world()).end_weight_update
+    probe = getattr(weights, "probe", lambda: None)
+    return ProbedWeights(weights, probe, score, config.model.dtype, world()).end_weight_update
 
 
 def build_rollout(

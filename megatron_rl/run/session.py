@@ -86,9 +86,9 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
             from megatron_rl.run.user_program import refuse_auto
 
             raise refuse_auto()
-        from megatron_rl.planning.cluster import find_host
+        from megatron_rl.planning.cluster import find_cluster
 
-        here = cluster or find_host(world_size, ranks_per_node)
+        here = cluster or find_cluster(world_size, ranks_per_node, None)
         config, chosen = parts.choose_layout(config, resolve(config), here, recipe)
     if cluster is not None and config.trainer.check_memory:
         from megatron_rl.planning.admission import check_fits
