@@ -37,27 +37,17 @@ class SamplingConfig:
 
     `min_tokens`, `min_p`, `top_k` and `top_p`, in this order, restrict the tokens to draw from (`engines.truncation`).
     Engines return these sets ("kept sets"), and training normalizes log-probs over them.
-
-    Attributes:
-        temperature: divides logits in engine and training; 0 is greedy (validation only).
-        stop_token_ids: end the response, as part of it.
-        top_p: keeps the fewest most likely tokens of this total probability; 1 is off.
-        top_k: keeps this many most likely tokens; -1 is off.
-        min_p: keeps tokens at least this fraction as likely as the best; 0 is off.
-        max_kept_tokens: maximum set size.
-        thinking_budget: response tokens after which an open thought is closed (`engines.wrappers`).
-        min_tokens: response length below which no stop token or string ends it.
     """
 
-    temperature: float
+    temperature: float  # divides logits in engine and training; 0 is greedy (validation only)
     max_tokens: int
-    stop_token_ids: tuple[int, ...]
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    max_kept_tokens: int = 1024
-    min_tokens: int = 0
-    thinking_budget: int | None = None
+    stop_token_ids: tuple[int, ...]  # end the response, as part of it
+    top_p: float = 1.0  # keeps the fewest most likely tokens of this total probability; 1 is off
+    top_k: int = -1  # keeps this many most likely tokens; -1 is off
+    min_p: float = 0.0  # keeps tokens at least this fraction as likely as the best; 0 is off
+    max_kept_tokens: int = 1024  # maximum set size
+    min_tokens: int = 0  # response length below which no stop token or string ends it
+    thinking_budget: int | None = None  # response tokens after which an open thought is closed (`engines.wrappers`)
 
     @property
     def is_greedy(self) -> bool:
@@ -98,23 +88,15 @@ def derive_seed(run_seed: int, step: int, prompt_id: int, sample_index: int, rou
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt or partial response to continue.
+    """A prompt or partial response to continue."""
 
-    Attributes:
-        key: number of the sample, which runs one request at a time.
-        tokens: [s] int32 prompt and response so far.
-        turn: number of earlier turns in the episode.
-        num_sampled: number of trailing `tokens` that belong to the response.
-        extras: `token_requests.Extras`, for an engine with ability "scores".
-    """
-
-    key: int
-    tokens: np.ndarray
+    key: int  # number of the sample, which runs one request at a time
+    tokens: np.ndarray  # [s] int32 prompt and response so far
     seed: int
     sampling: SamplingConfig
-    turn: int = 0
-    num_sampled: int = 0
-    extras: Any = None
+    turn: int = 0  # number of earlier turns in the episode
+    num_sampled: int = 0  # number of trailing `tokens` that belong to the response
+    extras: Any = None  # `token_requests.Extras`, for an engine with ability "scores"
 
     def response(self, sampled: Sequence[int]) -> Sequence[int]:
         """Return the response so far, `sampled` included."""
@@ -139,65 +121,42 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The response to a request.
-
-    Attributes:
-        tokens: [s] int32, stop token included.
-        logprobs: [s] float32 under the distribution sampled from (temperature applied).
-        finish_reason: "stop", "length", or "interrupted".
-        kept: [s] sets of tokens that each token was drawn from, if `sampling.is_truncated`.
-        num_cached: number of request tokens found in the prefix cache, if reported.
-        routes: [n, layers, choices] experts of request and response tokens, if `EngineSpec.records_routes`; unknown for
-            the last token, which is never fed.
-        inserted: [s] bool, true for tokens inserted by `engines.wrappers` with log-prob 0 and no kept set, if any.
-        scores: `token_requests.Scores`, if the request has `extras`.
-    """
+    """The response to a request."""
 
     key: int
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    finish_reason: str
-    kept: KeptSets | None = None
-    num_cached: int | None = None
+    tokens: np.ndarray  # [s] int32, stop token included
+    logprobs: np.ndarray  # [s] float32 under the distribution sampled from (temperature applied)
+    finish_reason: str  # "stop", "length", or "interrupted"
+    kept: KeptSets | None = None  # [s] sets of tokens that each token was drawn from, if `sampling.is_truncated`
+    num_cached: int | None = None  # number of request tokens found in the prefix cache, if reported
+    # [n, layers, choices] experts of request and response tokens, if `EngineSpec.records_routes`; unknown for the last
+    # token, which is never fed.
     routes: np.ndarray | None = None
+    # [s] bool, true for tokens inserted by `engines.wrappers` with log-prob 0 and no kept set, if any.
     inserted: np.ndarray | None = None
-    scores: Any = None
+    scores: Any = None  # `token_requests.Scores`, if the request has `extras`
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """The inputs of an engine's constructor.
+    """The inputs of an engine's constructor."""
 
-    Attributes:
-        model_path: HF directory; its weights are not read.
-        shape: its config.json, parsed.
-        dtype: "float32" or "bfloat16".
-        max_prompt_length, max_response_length: tokens.
-        seed: seed of the engine, not of responses.
-        shareable: maps a placement table to tensors of the actor, by the engine's names, that may serve as parameters.
-        model: the actor's `training.packed_model.PackedModel`, for an engine that runs its modules.
-        ranks: job ranks with engines; all if `None`.
-        adapters: adapters that the engine keeps apart; `None` if merged into the weights.
-        stop: stop strings, checked after each token.
-        records_routes: responses contain the experts of each token.
-        thoughts: tags of thoughts, if `rollout.thinking_budget` is set.
-    """
-
-    model_path: str
-    shape: ModelShape
-    dtype: str
-    max_prompt_length: int
+    model_path: str  # HF directory; its weights are not read
+    shape: ModelShape  # its config.json, parsed
+    dtype: str  # "float32" or "bfloat16"
+    max_prompt_length: int  # in tokens, like the next
     max_response_length: int
     config: RolloutConfig
     process: Process
-    seed: int
+    seed: int  # seed of the engine, not of responses
+    # Placement table -> tensors of the actor, by the engine's names, that may serve as parameters.
     shareable: Callable[[Sequence[ShardBox]], Mapping[str, torch.Tensor]] = lambda placements: {}
-    model: Any = None
-    ranks: range | None = None
-    adapters: AdapterShape | None = None
-    stop: StopStrings | None = None
-    records_routes: bool = False
-    thoughts: Thoughts | None = None
+    model: Any = None  # the actor's `training.packed_model.PackedModel`, for an engine that runs its modules
+    ranks: range | None = None  # job ranks with engines; all if `None`
+    adapters: AdapterShape | None = None  # adapters that the engine keeps apart; `None` if merged into the weights
+    stop: StopStrings | None = None  # stop strings, checked after each token
+    records_routes: bool = False  # responses contain the experts of each token
+    thoughts: Thoughts | None = None  # tags of thoughts, if `rollout.thinking_budget` is set
 
     @property
     def route_shape(self) -> RouteShape | None:

@@ -275,21 +275,15 @@ class StopStrings:
 
 @dataclass(eq=False)
 class Running:
-    """A response that is being sampled.
-
-    Attributes:
-        slots: [capacity] int64, KV-cache slots of its tokens in order.
-        kept: set that each token was drawn from, if sampling is truncated.
-        routes: experts of request and response tokens, in parts [s, layers, choices], if recorded.
-    """
+    """A response that is being sampled."""
 
     request: Request
-    slots: np.ndarray
+    slots: np.ndarray  # [capacity] int64, KV-cache slots of its tokens in order
     generator: torch.Generator
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    kept: list[KeptSets] = field(default_factory=list)
-    routes: list[np.ndarray] = field(default_factory=list)
+    kept: list[KeptSets] = field(default_factory=list)  # set that each token was drawn from, if sampling is truncated
+    routes: list[np.ndarray] = field(default_factory=list)  # experts of its tokens, in parts [s, layers, choices]
 
     def finish(self, reason: str) -> Sampled:
         """Build the engine's response; `reason` is its finish reason."""
@@ -308,24 +302,15 @@ class Running:
 
 @dataclass(frozen=True)
 class PagedRows:
-    """The t rows (tokens) of one forward: a segment per running response, and possibly a segment of padding.
+    """The t rows (tokens) of one forward: a segment per running response, and possibly a segment of padding."""
 
-    Attributes:
-        running: responses that get a token.
-        tokens, positions: [t] int64.
-        slots: [t] int64, KV-cache slots to write.
-        bounds: [num_segments + 1] int32, first row of each segment, and t.
-        key_slots: [k] int64, slots to attend to, segment by segment.
-        key_bounds: [num_segments + 1] int32, bounds of segments in `key_slots`.
-    """
-
-    running: Sequence[Running]
-    tokens: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    bounds: np.ndarray
-    key_slots: np.ndarray
-    key_bounds: np.ndarray
+    running: Sequence[Running]  # responses that get a token
+    tokens: np.ndarray  # [t] int64
+    positions: np.ndarray  # [t] int64
+    slots: np.ndarray  # [t] int64, KV-cache slots to write
+    bounds: np.ndarray  # [num_segments + 1] int32, first row of each segment, and t
+    key_slots: np.ndarray  # [k] int64, slots to attend to, segment by segment
+    key_bounds: np.ndarray  # [num_segments + 1] int32, bounds of segments in `key_slots`
 
     @property
     def last(self) -> np.ndarray:

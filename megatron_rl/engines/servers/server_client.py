@@ -92,17 +92,12 @@ class ServerFailure(Exception):
 
 @dataclass
 class ServerAnswer:
-    """A response as received so far.
-
-    Attributes:
-        tokens, logprobs: [s].
-        finish_reason: "stop" or "length" once finished.
-    """
+    """A response as received so far."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # "stop" or "length" once finished
     num_cached: int | None = None
     kept: list[KeptSets] = field(default_factory=list)
 
