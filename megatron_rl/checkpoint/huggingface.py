@@ -135,11 +135,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def read_names(file: Path) -> set[str]:
-    """Return the names of the tensors in a file.
-
-    Raises:
-        UserError: the file is damaged, truncated or unreadable.
-    """
+    """Return the names of the tensors in a file (UserError: the file is damaged, truncated or unreadable)."""
     try:
         with safe_open(file, framework="pt") as handle:
             return set(handle.keys())

@@ -141,11 +141,7 @@ def _load_role(directory: Path, saved: Mapping[str, Any], role: SavedRole, rank:
 
 
 def read_rank_states(directory: Path, folder: str) -> list[dict[str, torch.Tensor]]:
-    """Read a folder of per-rank states, ordered by the rank that wrote them.
-
-    Raises:
-        UserError: a file is unreadable.
-    """
+    """Read a folder of per-rank states, ordered by the rank that wrote them (UserError: a file is unreadable)."""
     paths = (directory / folder).glob("rank_*.safetensors")
     return [_read_tensors(path) for path in sorted(paths, key=lambda path: int(path.stem.removeprefix("rank_")))]
 
