@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl.config.placement import format_ranks
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.engines.protocol import describe_engine
+from megatron_rl.engines.build import describe_engine
 from megatron_rl.extension.registry import OBJECT
 from megatron_rl.observability.progress import StepProfiler
 from megatron_rl.parallel.collectives import Process, gather_objects, init_distributed, memory_in_use, open_store, world

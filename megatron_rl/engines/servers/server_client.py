@@ -27,7 +27,7 @@ from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.types import KeptSets, UserError
 
 if TYPE_CHECKING:
-    from megatron_rl.engines.wrappers import StopStrings
+    from megatron_rl.engines.endings import StopStrings
 
 # torchrun's variables for a rank; a server that inherits them would act as that rank.
 _OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
