@@ -22,7 +22,8 @@ from megatron_rl.agents.transcript import Tail
 from megatron_rl.config.schema import RewardConfig, RolloutConfig
 from megatron_rl.config.sections import AgentsConfig, ScheduleConfig
 from megatron_rl.data.prompts import PromptBatches
-from megatron_rl.engines.protocol import BuiltEngine, Request, Sampled, SamplingConfig
+from megatron_rl.engines.build import BuiltEngine
+from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig
 from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks

@@ -61,6 +61,7 @@ BEHIND_DOORS = (
     "data.chats",
     "data.chosen_order",
     "data.passed_rows",
+    "engines.endings",
     "engines.local.",
     "engines.servers.",
     "engines.truncation",

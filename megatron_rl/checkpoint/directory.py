@@ -247,22 +247,14 @@ _PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "
 
 @dataclass(frozen=True)
 class RunContent:
-    """State of the run that belongs to no rank.
+    """State of the run that belongs to no rank."""
 
-    Attributes:
-        step: completed step of the main loop.
-        recipe: the resolved config as YAML.
-        state: JSON data for resuming: data position, KL controller, best metric, ...
-        side_files: role -> `list_side_files` of its model.
-        is_passing: written by a timer; deleted once a newer checkpoint exists.
-    """
-
-    step: int
+    step: int  # completed step of the main loop
     policy_version: int
-    recipe: str
-    state: dict[str, Any]
-    side_files: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
-    is_passing: bool = False
+    recipe: str  # the resolved config as YAML
+    state: dict[str, Any]  # JSON data for resuming: data position, KL controller, best metric
+    side_files: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)  # role -> `list_side_files` of its model
+    is_passing: bool = False  # written by a timer; deleted once a newer checkpoint exists
 
 
 def make_manifest(content: RunContent, roles: Mapping[str, SavedRole], *, with_optimizer: bool) -> dict[str, Any]:

@@ -135,11 +135,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def read_names(file: Path) -> set[str]:
-    """Return the names of the tensors in a file.
-
-    Raises:
-        UserError: the file is damaged, truncated or unreadable.
-    """
+    """Return the names of the tensors in a file (UserError: the file is damaged, truncated or unreadable)."""
     try:
         with safe_open(file, framework="pt") as handle:
             return set(handle.keys())
@@ -381,19 +377,14 @@ def load_huggingface(
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model whose weights are sharded over the ranks of a group.
-
-    Attributes:
-        dtype: in files, except for router biases.
-        mtp: the MTP layer, if `shards` and `params` contain it.
-    """
+    """A model whose weights are sharded over the ranks of a group."""
 
     shape: ModelShape
     shards: Sequence[Shard]
     params: Mapping[str, torch.Tensor]
     group: dist.ProcessGroup
-    dtype: torch.dtype
-    mtp: ModelShape | None = None
+    dtype: torch.dtype  # in files, except for router biases
+    mtp: ModelShape | None = None  # the MTP layer, if `shards` and `params` contain it
 
     def find_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a logical tensor in files."""

@@ -39,28 +39,19 @@ STATE_PREFIX, MOMENTS, MAIN_PARAM = "optimizer.", ("exp_avg", "exp_avg_sq"), "ma
 
 @dataclass(frozen=True)
 class SavedRole:
-    """An actor or a critic, as checkpoints use it.
+    """An actor or a critic, as checkpoints use it."""
 
-    Attributes:
-        model: trained weights, a `training.packed_model.PackedModel` or `training.adapted_model.Adapters`.
-        optimizer: a `training.optimizer.Optimizer`, or the stand-in of a frozen model.
-    """
-
-    model: Any
-    optimizer: Any
+    model: Any  # trained weights, a `training.packed_model.PackedModel` or `training.adapted_model.Adapters`
+    optimizer: Any  # a `training.optimizer.Optimizer`, or the stand-in of a frozen model
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of the global tensor `key`, as a view of live memory.
-
-    Attributes:
-        offset: start of the box; `data` may omit leading dimensions of size 1.
-    """
+    """A box of the global tensor `key`, as a view of live memory."""
 
     key: str
     shape: tuple[int, ...]
-    offset: tuple[int, ...]
+    offset: tuple[int, ...]  # start of the box; `data` may omit leading dimensions of size 1
     data: torch.Tensor
 
     @property
@@ -188,19 +179,13 @@ def load_weights(
 
 @dataclass(frozen=True)
 class StateShard:
-    """The part of a parameter whose optimizer state is on this rank.
-
-    Attributes:
-        start: first element in the flattened parameter.
-        is_sharded: replicas hold different parts (ZeRO).
-        main: float32 values; `optimizer.state[main]` is their state.
-    """
+    """The part of a parameter whose optimizer state is on this rank."""
 
     param: str
-    start: int
-    is_sharded: bool
+    start: int  # first element in the flattened parameter
+    is_sharded: bool  # replicas hold different parts (ZeRO)
     optimizer: torch.optim.Optimizer
-    main: torch.Tensor
+    main: torch.Tensor  # float32 values; `optimizer.state[main]` is their state
 
 
 def list_state_shards(stages: torch.nn.Module, whole: MegatronOptimizer) -> list[StateShard]:

@@ -34,20 +34,14 @@ from megatron_rl.weights.megatron_layout import megatron_global_placements
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """State from which a run continues.
-
-    Attributes:
-        step: completed step of the main loop.
-        recipe: config of the earlier run, as YAML.
-        same_layout: every role has its old layout, so RNG states were restored and the run continues bit by bit.
-    """
+    """State from which a run continues."""
 
     directory: Path
-    step: int
+    step: int  # completed step of the main loop
     policy_version: int
-    recipe: str
+    recipe: str  # config of the earlier run, as YAML
     state: dict[str, Any]
-    same_layout: bool
+    same_layout: bool  # every role has its old layout, so RNG states were restored and the run continues bit by bit
 
 
 def load_training_state(
@@ -147,11 +141,7 @@ def _load_role(directory: Path, saved: Mapping[str, Any], role: SavedRole, rank:
 
 
 def read_rank_states(directory: Path, folder: str) -> list[dict[str, torch.Tensor]]:
-    """Read a folder of per-rank states, ordered by the rank that wrote them.
-
-    Raises:
-        UserError: a file is unreadable.
-    """
+    """Read a folder of per-rank states, ordered by the rank that wrote them (UserError: a file is unreadable)."""
     paths = (directory / folder).glob("rank_*.safetensors")
     return [_read_tensors(path) for path in sorted(paths, key=lambda path: int(path.stem.removeprefix("rank_")))]
 

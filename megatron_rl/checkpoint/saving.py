@@ -48,19 +48,13 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """Result of a save, equal on every rank.
-
-    Attributes:
-        seconds: from the call of `save` to the commit.
-        blocked_seconds: of these, the time that training waited.
-        num_bytes: written by all ranks; 0 after an error.
-    """
+    """Result of a save, equal on every rank."""
 
     step: int
     directory: Path
-    seconds: float
-    blocked_seconds: float
-    num_bytes: int = 0
+    seconds: float  # from the call of `save` to the commit
+    blocked_seconds: float  # of these, the time that training waited
+    num_bytes: int = 0  # written by all ranks; 0 after an error
     deleted_steps: tuple[int, ...] = ()
     error: UserError | None = None
 
@@ -101,9 +95,6 @@ class CheckpointSaver:
         async_save: write in the background; while it is `pending`, `poll` must be called regularly.
         keep_last: newest checkpoints to keep; `None` keeps all.
         report: called on every rank with each outcome.
-
-    Attributes:
-        pending: the save in progress, if any, and its thread.
     """
 
     def __init__(
@@ -118,7 +109,7 @@ class CheckpointSaver:
     ) -> None:
         self._root, self._group, self._report = root, group, report
         self._async, self._keep_last, self._keep_best = async_save, keep_last, keep_best
-        self.pending: tuple[_Pending, threading.Thread] | None = None
+        self.pending: tuple[_Pending, threading.Thread] | None = None  # the save in progress, and its thread
         self._blocked = 0.0  # seconds that training has waited for the pending save
 
     def save(

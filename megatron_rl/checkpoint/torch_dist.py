@@ -170,9 +170,6 @@ def _find_member(owner: Any, name: str) -> Any:
 class ChunkReader:
     """Reader of boxes of the global tensors of a checkpoint.
 
-    Attributes:
-        tensors: key -> (shape, dtype).
-
     Raises:
         UserError: not a distributed checkpoint, or unreadable `.metadata`.
     """
@@ -185,6 +182,7 @@ class ChunkReader:
             for key, tensor in metadata.state_dict_metadata.items()
             if isinstance(tensor, TensorStorageMetadata)
         }
+        # Shape and dtype of each global tensor.
         self.tensors = {key: (tuple(tensor.size), tensor.properties.dtype) for key, tensor in tensors.items()}
         self._chunks: dict[str, list[Chunk]] = {key: [] for key in tensors}
         sizes = {(key, chunk.offsets): chunk.sizes for key, tensor in tensors.items() for chunk in tensor.chunks}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interfaces of rollout engines, their sampling contract, registration and construction; read it to write an engine.
+"""Interfaces of rollout engines, their sampling contract, and registration; read this before you write an engine.
 
 `tensor_model_parallel_size` consecutive ranks (or the ranks of a `PlacedEngine`) are one engine; all engines together
 span `placement.rollout`. `RolloutEngine` is the request side, called by `rollout.serving`; `EngineWeights` is the
@@ -11,24 +11,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron_rl.extension.registry import ENGINES, RegisteredEngine, add_entry, find_engine
-from megatron_rl.parallel.imports import kept_imports
-from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.extension.registry import ENGINES, RegisteredEngine, add_entry
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_rl.config.schema import RolloutConfig
-    from megatron_rl.engines.wrappers import StopStrings, Thoughts
+    from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.parallel.collectives import Process
+    from megatron_rl.parallel.layout import EngineRanks
     from megatron_rl.types import KeptSets, RouteShape
     from megatron_rl.weights.adapters import AdapterShape
     from megatron_rl.weights.families import ModelShape
-    from megatron_rl.weights.quantization import CodeFormat
     from megatron_rl.weights.shard_box import ShardBox
 
 
@@ -38,27 +36,17 @@ class SamplingConfig:
 
     `min_tokens`, `min_p`, `top_k` and `top_p`, in this order, restrict the tokens to draw from (`engines.truncation`).
     Engines return these sets ("kept sets"), and training normalizes log-probs over them.
-
-    Attributes:
-        temperature: divides logits in engine and training; 0 is greedy (validation only).
-        stop_token_ids: end the response, as part of it.
-        top_p: keeps the fewest most likely tokens of this total probability; 1 is off.
-        top_k: keeps this many most likely tokens; -1 is off.
-        min_p: keeps tokens at least this fraction as likely as the best; 0 is off.
-        max_kept_tokens: maximum set size.
-        thinking_budget: response tokens after which an open thought is closed (`engines.wrappers`).
-        min_tokens: response length below which no stop token or string ends it.
     """
 
-    temperature: float
+    temperature: float  # divides logits in engine and training; 0 is greedy (validation only)
     max_tokens: int
-    stop_token_ids: tuple[int, ...]
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    max_kept_tokens: int = 1024
-    min_tokens: int = 0
-    thinking_budget: int | None = None
+    stop_token_ids: tuple[int, ...]  # end the response, as part of it
+    top_p: float = 1.0  # keeps the fewest most likely tokens of this total probability; 1 is off
+    top_k: int = -1  # keeps this many most likely tokens; -1 is off
+    min_p: float = 0.0  # keeps tokens at least this fraction as likely as the best; 0 is off
+    max_kept_tokens: int = 1024  # maximum set size
+    min_tokens: int = 0  # response length below which no stop token or string ends it
+    thinking_budget: int | None = None  # response tokens after which an open thought is closed (`engines.wrappers`)
 
     @property
     def is_greedy(self) -> bool:
@@ -99,23 +87,15 @@ def derive_seed(run_seed: int, step: int, prompt_id: int, sample_index: int, rou
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt or partial response to continue.
+    """A prompt or partial response to continue."""
 
-    Attributes:
-        key: number of the sample, which runs one request at a time.
-        tokens: [s] int32 prompt and response so far.
-        turn: number of earlier turns in the episode.
-        num_sampled: number of trailing `tokens` that belong to the response.
-        extras: `token_requests.Extras`, for an engine with ability "scores".
-    """
-
-    key: int
-    tokens: np.ndarray
+    key: int  # number of the sample, which runs one request at a time
+    tokens: np.ndarray  # [s] int32 prompt and response so far
     seed: int
     sampling: SamplingConfig
-    turn: int = 0
-    num_sampled: int = 0
-    extras: Any = None
+    turn: int = 0  # number of earlier turns in the episode
+    num_sampled: int = 0  # number of trailing `tokens` that belong to the response
+    extras: Any = None  # `token_requests.Extras`, for an engine with ability "scores"
 
     def response(self, sampled: Sequence[int]) -> Sequence[int]:
         """Return the response so far, `sampled` included."""
@@ -140,65 +120,42 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The response to a request.
-
-    Attributes:
-        tokens: [s] int32, stop token included.
-        logprobs: [s] float32 under the distribution sampled from (temperature applied).
-        finish_reason: "stop", "length", or "interrupted".
-        kept: [s] sets of tokens that each token was drawn from, if `sampling.is_truncated`.
-        num_cached: number of request tokens found in the prefix cache, if reported.
-        routes: [n, layers, choices] experts of request and response tokens, if `EngineSpec.records_routes`; unknown for
-            the last token, which is never fed.
-        inserted: [s] bool, true for tokens inserted by `engines.wrappers` with log-prob 0 and no kept set, if any.
-        scores: `token_requests.Scores`, if the request has `extras`.
-    """
+    """The response to a request."""
 
     key: int
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    finish_reason: str
-    kept: KeptSets | None = None
-    num_cached: int | None = None
+    tokens: np.ndarray  # [s] int32, stop token included
+    logprobs: np.ndarray  # [s] float32 under the distribution sampled from (temperature applied)
+    finish_reason: str  # "stop", "length", or "interrupted"
+    kept: KeptSets | None = None  # [s] sets of tokens that each token was drawn from, if `sampling.is_truncated`
+    num_cached: int | None = None  # number of request tokens found in the prefix cache, if reported
+    # [n, layers, choices] experts of request and response tokens, if `EngineSpec.records_routes`; unknown for the last
+    # token, which is never fed.
     routes: np.ndarray | None = None
+    # [s] bool, true for tokens inserted by `engines.wrappers` with log-prob 0 and no kept set, if any.
     inserted: np.ndarray | None = None
-    scores: Any = None
+    scores: Any = None  # `token_requests.Scores`, if the request has `extras`
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """The inputs of an engine's constructor.
+    """The inputs of an engine's constructor."""
 
-    Attributes:
-        model_path: HF directory; its weights are not read.
-        shape: its config.json, parsed.
-        dtype: "float32" or "bfloat16".
-        max_prompt_length, max_response_length: tokens.
-        seed: seed of the engine, not of responses.
-        shareable: maps a placement table to tensors of the actor, by the engine's names, that may serve as parameters.
-        model: the actor's `training.packed_model.PackedModel`, for an engine that runs its modules.
-        ranks: job ranks with engines; all if `None`.
-        adapters: adapters that the engine keeps apart; `None` if merged into the weights.
-        stop: stop strings, checked after each token.
-        records_routes: responses contain the experts of each token.
-        thoughts: tags of thoughts, if `rollout.thinking_budget` is set.
-    """
-
-    model_path: str
-    shape: ModelShape
-    dtype: str
-    max_prompt_length: int
+    model_path: str  # HF directory; its weights are not read
+    shape: ModelShape  # its config.json, parsed
+    dtype: str  # "float32" or "bfloat16"
+    max_prompt_length: int  # in tokens, like the next
     max_response_length: int
     config: RolloutConfig
     process: Process
-    seed: int
+    seed: int  # seed of the engine, not of responses
+    # Placement table -> tensors of the actor, by the engine's names, that may serve as parameters.
     shareable: Callable[[Sequence[ShardBox]], Mapping[str, torch.Tensor]] = lambda placements: {}
-    model: Any = None
-    ranks: range | None = None
-    adapters: AdapterShape | None = None
-    stop: StopStrings | None = None
-    records_routes: bool = False
-    thoughts: Thoughts | None = None
+    model: Any = None  # the actor's `training.packed_model.PackedModel`, for an engine that runs its modules
+    ranks: range | None = None  # job ranks with engines; all if `None`
+    adapters: AdapterShape | None = None  # adapters that the engine keeps apart; `None` if merged into the weights
+    stop: StopStrings | None = None  # stop strings, checked after each token
+    records_routes: bool = False  # responses contain the experts of each token
+    thoughts: Thoughts | None = None  # tags of thoughts, if `rollout.thinking_budget` is set
 
     @property
     def route_shape(self) -> RouteShape | None:
@@ -245,7 +202,13 @@ class RolloutEngine(AnyEngine, Protocol):
 
 
 class EngineWeights(Protocol):
-    """One rank's view of an engine's weights."""
+    """One rank's view of an engine's weights.
+
+    Two members are optional. `code_format: CodeFormat | None`: `params` contains int8 matrices (`weights.quantization`)
+    and, under names with `SCALE_SUFFIX`, scales of their rows, [rows, 1] float32. `probe() -> Probed | None`, for
+    inaccessible weights: continue a fixed prompt, greedily and then at the rollout temperature, so that the trainer can
+    verify the weights; `None` on all but the first rank.
+    """
 
     params: Mapping[str, torch.Tensor]
     shared_params: frozenset[str] = frozenset()  # parameters whose storage is the actor's
@@ -276,29 +239,6 @@ class PlacedEngine(Protocol):
     @property
     def engine_ranks(self) -> EngineRanks:
         """The ranks of every engine of the job."""
-        ...
-
-
-@runtime_checkable
-class CodedEngine(Protocol):
-    """An engine with matrices in eight bits (`weights.quantization`).
-
-    `params` contains int8 matrices and, under names with `SCALE_SUFFIX`, scales of their rows, [rows, 1] float32.
-    """
-
-    code_format: CodeFormat | None
-
-
-@runtime_checkable
-class ProbedEngine(Protocol):
-    """An engine with inaccessible weights, such as a server."""
-
-    def probe(self) -> Probed | None:
-        """Continue a fixed prompt, so that the trainer can verify the weights; `None` on all but the first rank.
-
-        Returns:
-            Requests and responses: greedy, then at the rollout temperature.
-        """
         ...
 
 
@@ -351,73 +291,3 @@ def share_params(params: Mapping[str, torch.Tensor], shareable: Mapping[str, tor
             param.data = mine
             shared.update(names)
     return frozenset(shared)
-
-
-class BuiltEngine(NamedTuple):
-    """One rank's share of an engine."""
-
-    requests: RolloutEngine
-    weights: EngineWeights
-    kind: str  # class name of the engine
-    ranks: EngineRanks
-    route_shape: RouteShape | None = None  # shape of the expert choices (routes) in responses, if recorded
-
-    def absent(self) -> BuiltEngine:
-        """Build the stand-in for ranks without an engine; it contains the placement tables of all engine ranks."""
-        from megatron_rl.engines.wrappers import AbsentEngine
-
-        keys = {rank: self.weights.shard_key(rank) for members in self.ranks.of for rank in members}
-        firsts = {key: rank for rank, key in reversed(keys.items())}
-        stand_in = AbsentEngine(keys, {key: self.weights.placements(rank) for key, rank in firsts.items()})
-        return self._replace(requests=stand_in, weights=stand_in)
-
-
-def import_library(name: str, device: torch.device) -> None:
-    """Import vLLM if `name` (rollout.engine) is "vllm"; exempt all existing objects from garbage collection."""
-    with kept_imports():
-        if name == "vllm":
-            from megatron_rl.engines.vllm.vllm_library import prepare_vllm
-
-            prepare_vllm(device)
-
-
-def describe_engine(config: RolloutConfig, device: torch.device, records_routes: bool = False) -> str:
-    """Describe for the log how vLLM or SGLang runs; "" for other engines."""
-    if config.supports("vllm_modes"):
-        from megatron_rl.engines.vllm.vllm_settings import describe_modes
-
-        return describe_modes(config, device, records_routes)
-    if config.engine == "sglang" and device.type == "cpu":
-        return "seeds of responses have no effect on CPU: the same run again samples something else"
-    return ""
-
-
-def build_engine(spec: EngineSpec) -> BuiltEngine:
-    """Build the engine named by `rollout.engine`; collective over its ranks.
-
-    Raises:
-        UserError: unknown name or unsuitable layout.
-    """
-    make: EngineMaker = find_engine(spec.config.engine).make
-    tp_size = spec.config.tensor_model_parallel_size
-    if tp_size > 1:
-        from megatron_rl.weights.support import check_rollout_layout
-
-        check_rollout_layout(spec.shape, tp_size)
-    engine = make(spec)
-    if isinstance(engine, RolloutEngine):
-        requests: RolloutEngine = engine
-    else:
-        from megatron_rl.engines.wrappers import OneTurn
-
-        requests = OneTurn(engine)
-    if spec.thoughts is not None:
-        from megatron_rl.engines.wrappers import ThinkingBudget
-
-        requests = ThinkingBudget(requests, spec.thoughts)
-    ranks = (
-        engine.engine_ranks
-        if isinstance(engine, PlacedEngine)
-        else EngineRanks.consecutive(spec.ranks or range(spec.process.world_size), tp_size)
-    )
-    return BuiltEngine(requests, engine, type(engine).__name__, ranks, spec.route_shape)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.engines.endings import StopStrings
 from megatron_rl.engines.protocol import Request, SamplingConfig
-from megatron_rl.engines.wrappers import StopStrings
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:

@@ -64,24 +64,20 @@ def check_kept_sets(response: Sampled, has_whole: bool, source: str) -> None:
         has_whole: an empty set stands for the whole vocabulary.
         source: engine and request, for the error.
     """
-    if not _has_kept_sets(response, has_whole):
-        raise UserError(
-            "a response whose tokens are not in the sets that they were drawn from",
-            source=source,
-            expected="Sampled.kept with a set for each token, which has the token",
-            hint="an engine of your own must return these sets (engines/truncation.py makes them); otherwise set "
-            "rollout.top_p=1.0, top_k=-1, min_p=0 and min_tokens=0",
-        )
-
-
-def _has_kept_sets(response: Sampled, has_whole: bool) -> bool:
     kept = response.kept
-    if kept is None or len(kept.counts) != len(response.tokens) or kept.counts.sum() != len(kept.ids):
-        return False
-    rows = np.repeat(np.arange(len(kept.counts)), kept.counts)
-    has_token = np.bincount(rows[kept.ids == response.tokens[rows]], minlength=len(kept.counts)) > 0
-    is_free = has_whole if response.inserted is None else has_whole | response.inserted
-    return bool((has_token | (is_free & (kept.counts == 0))).all())
+    if kept is not None and len(kept.counts) == len(response.tokens) and kept.counts.sum() == len(kept.ids):
+        rows = np.repeat(np.arange(len(kept.counts)), kept.counts)
+        has_token = np.bincount(rows[kept.ids == response.tokens[rows]], minlength=len(kept.counts)) > 0
+        is_free = has_whole if response.inserted is None else has_whole | response.inserted
+        if (has_token | (is_free & (kept.counts == 0))).all():
+            return
+    raise UserError(
+        "a response whose tokens are not in the sets that they were drawn from",
+        source=source,
+        expected="Sampled.kept with a set for each token, which has the token",
+        hint="an engine of your own must return these sets (engines/truncation.py makes them); otherwise set "
+        "rollout.top_p=1.0, top_k=-1, min_p=0 and min_tokens=0",
+    )
 
 
 def add_gumbel_noise(scaled: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:

@@ -1,32 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of engines: the queue of local ones, whole batches, thinking budgets, stop strings, and stand-ins.
-
-The token that completes a stop string ends the response; all its tokens are trained on, and rewards read the text
-before the string. Special tokens and incomplete UTF-8 characters decode to no text.
+"""Parts of engines: queues, continuous batches, thinking budgets, and stand-ins on other ranks.
 
 With a thinking budget, a response has two parts, the first of at most `thinking_budget` tokens. If the first ends
 inside a thought, closing tokens are inserted, which the loss excludes. Decisions depend on tokens only, so an engine's
 ranks agree.
+
+A continuous batch schedules responses over a paged KV cache, without a model. A slot holds a token's keys and values in
+every layer; `block_size` slots are a block. A response owns blocks for its maximum length. A forward computes new
+prompts and the newest token of running responses as segments of one row: n new tokens that attend to k >= n slots.
+Requests start in order of arrival, if fewer than `max_num_seqs` run and their blocks are free. Hence no preemption, no
+chunked prefill, no prefix cache.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat, takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from megatron_rl.engines.protocol import ClosedBatches, EngineWeights, Request, RolloutEngine, Sampled, derive_seed
-from megatron_rl.types import KeptSets, UserError, complete_routes
+from megatron_rl.types import KeptSets, RouteShape, UserError, complete_routes
 from megatron_rl.weights.placement_tables import PlacementTable, as_table
 
 if TYPE_CHECKING:
-    import torch
-
-    from megatron_rl.data.tokenizer import Tokenizer
+    from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.weights.shard_box import ShardBox
 
 
@@ -192,77 +193,165 @@ def join(first: Sampled, later: Sampled) -> Sampled:
     )
 
 
-_CLOSING_TAG = re.compile(r"</\w+>|\[/\w+\]")
+@dataclass(eq=False)
+class Running:
+    """A response that is being sampled."""
+
+    request: Request
+    slots: np.ndarray  # [capacity] int64, KV-cache slots of its tokens in order
+    generator: torch.Generator
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    kept: list[KeptSets] = field(default_factory=list)  # set that each token was drawn from, if sampling is truncated
+    routes: list[np.ndarray] = field(default_factory=list)  # experts of its tokens, in parts [s, layers, choices]
+
+    def finish(self, reason: str) -> Sampled:
+        """Build the engine's response; `reason` is its finish reason."""
+        routes = None
+        if self.routes:  # unknown for the last token, which is never fed to the model
+            routes = np.concatenate([*self.routes, RouteShape.of(self.routes[0]).unknown(1)])
+        return Sampled(
+            self.request.key,
+            np.array(self.tokens, np.int32),
+            np.array(self.logprobs, np.float32),
+            reason,
+            KeptSets.join(self.kept) if self.kept else None,
+            routes=routes,
+        )
 
 
-class Thoughts:
-    """The tags around a thought, and the tokens that close it.
+@dataclass(frozen=True)
+class PagedRows:
+    """The t rows (tokens) of one forward: a segment per running response, and possibly a segment of padding."""
+
+    running: Sequence[Running]  # responses that get a token
+    tokens: np.ndarray  # [t] int64
+    positions: np.ndarray  # [t] int64
+    slots: np.ndarray  # [t] int64, KV-cache slots to write
+    bounds: np.ndarray  # [num_segments + 1] int32, first row of each segment, and t
+    key_slots: np.ndarray  # [k] int64, slots to attend to, segment by segment
+    key_bounds: np.ndarray  # [num_segments + 1] int32, bounds of segments in `key_slots`
+
+    @property
+    def last(self) -> np.ndarray:
+        """Indices of the rows that predict the next tokens, [responses] int64."""
+        return self.bounds[1 : len(self.running) + 1].astype(np.int64) - 1
+
+
+class ContinuousBatch(WaitingRequests):
+    """The waiting and running requests of an engine, equal on all its ranks.
 
     Args:
-        closing: text with the closing tag, such as </think>.
-
-    Attributes:
-        closing: [s] int32 tokens of that text.
-
-    Raises:
-        UserError: no closing tag, or the tokenizer cannot encode it.
+        max_tokens: maximum rows of a forward; a longer prompt runs alone.
     """
 
-    def __init__(self, closing: str, tokenizer: Tokenizer) -> None:
-        found = _CLOSING_TAG.search(closing)
-        tag = found.group() if found else ""
-        self._tags, self._tokenizer = (tag.replace("/", ""), tag), tokenizer
-        self.closing = np.array(tokenizer.encode(closing), np.int32)
-        if not tag or tag not in self._read(self.closing.tolist()):
-            raise UserError(
-                f"the text {closing!r} ends no thought: its tokens are {self.closing.tolist()}",
-                source="rollout.thinking_end",
-                expected="a text with a closing tag, such as </think> or [/THINK], that the tokenizer writes and reads",
-                hint="take the tag from the model's chat template, or set rollout.thinking_budget=null",
-            )
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_tokens: int, stop: StopStrings | None = None
+    ) -> None:
+        super().__init__()
+        self._free, self._block_size = list(range(num_blocks)), block_size
+        self._num_blocks, self._max_num_seqs, self._max_tokens = num_blocks, max_num_seqs, max_tokens
+        self._stop = stop
+        self._running: list[Running] = []
 
-    def are_open(self, tokens: Sequence[int]) -> bool:
-        """Return whether prompt and response end inside a thought."""
-        text = self._read(tokens)
-        opening, closing = map(text.rfind, self._tags)
-        return opening > closing
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests, unless one exceeds the empty cache (UserError)."""
+        for request in requests:
+            if self._count_blocks(request) > self._num_blocks:
+                raise UserError(
+                    f"a request of {len(request.tokens)} tokens that may get {request.sampling.max_tokens} more",
+                    source="rollout.kv_cache_gib",
+                    expected=f"at most {self._num_blocks * self._block_size} tokens, the room of the KV cache",
+                    hint="make the cache larger, or data.max_prompt_length and data.max_response_length shorter",
+                )
+        super().add(requests)
 
-    def _read(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, keep=self._tags)
+    def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
+        """Remove requests, free their blocks, return partial responses."""
+        asked = set(keys)
+        ended = [one for one in self._running if one.request.key in asked]
+        for one in ended:
+            self._end(one)
+        return [one.finish("interrupted") for one in ended] + super().interrupt(keys)
 
+    def has_requests(self) -> bool:
+        """Return whether any request runs or waits."""
+        return bool(self._running) or super().has_requests()
 
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
-_MORE_TOKENS = 8  # special tokens, and the first token, whose leading space some tokenizers drop
+    def tokens_in_flight(self) -> int:
+        """Count the tokens sampled so far for running responses."""
+        return sum(len(one.tokens) for one in list(self._running))
 
+    def plan(self, multiple: int) -> PagedRows:
+        """Admit requests that fit, and lay out the next forward; requires at least one request.
 
-class StopStrings:
-    """A detector of stop strings.
-
-    Args:
-        strings: at least one, all non-empty.
-        decode: token ids -> text.
-    """
-
-    def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]) -> None:
-        self._strings, self._decode = tuple(strings), decode
-        self._most_tokens = max(len(text.encode()) for text in strings) + _MORE_TOKENS
-
-    def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last token completes a stop string."""
-        return bool(len(tokens)) and self._find([*map(int, tokens[-self._most_tokens :])]) is not None
-
-    def read(self, tokens: Sequence[int]) -> str:
-        """Return the text of a response, without a stop string that its last token completes."""
-        tokens = [*map(int, tokens)]
-        end = self._find(tokens) if self.ends(tokens) else None
-        return self._decode(tokens)[:end]
-
-    def _find(self, tokens: list[int]) -> int | None:
-        """Return the start (character index) of the stop string that the last token completes, or `None`.
-
-        Of several completed strings, the first to end counts.
+        Args:
+            multiple: rows are padded to a multiple of it by a segment that attends to itself, in slots behind the last
+                block.
         """
-        before, text = len(self._decode(tokens[:-1]).rstrip(_BROKEN)), self._decode(tokens)
-        starts = {string: text.find(string, max(0, before - len(string) + 1)) for string in self._strings}
-        found = [string for string, start in starts.items() if start >= 0]
-        return starts[min(found, key=lambda string: starts[string] + len(string))] if found else None
+        self._admit()
+        running = list(self._running)
+        tokens, seen = [], []
+        for one in running:
+            tokens.append(np.array(one.tokens[-1:], np.int64) if one.tokens else one.request.tokens.astype(np.int64))
+            seen.append(one.slots[: len(one.request.tokens) + len(one.tokens)])
+        missing = -sum(map(len, tokens)) % multiple
+        if missing:
+            tokens.append(np.zeros(missing, np.int64))
+            seen.append(np.arange(missing) + self._num_blocks * self._block_size)
+        lengths, key_lengths = ([len(part) for part in parts] for parts in (tokens, seen))
+        return PagedRows(
+            running,
+            np.concatenate(tokens),
+            np.concatenate([np.arange(k - n, k) for n, k in zip(lengths, key_lengths, strict=True)]),
+            np.concatenate([part[-n:] for part, n in zip(seen, lengths, strict=True)]),
+            np.cumsum([0, *lengths], dtype=np.int32),
+            np.concatenate(seen),
+            np.cumsum([0, *key_lengths], dtype=np.int32),
+        )
+
+    def record_routes(self, rows: PagedRows, routes: np.ndarray) -> None:
+        """Record the experts [t, layers, choices] of a forward, before `record`."""
+        for one, start, stop in zip(rows.running, rows.bounds, rows.bounds[1:], strict=False):
+            one.routes.append(routes[start:stop])
+
+    def record(
+        self, rows: PagedRows, tokens: Sequence[int], logprobs: Sequence[float], kept: KeptSets | None = None
+    ) -> list[Sampled]:
+        """Append sampled tokens and the sets they were drawn from; return finished responses in order of admission."""
+        finished, sets = [], kept.split() if kept else [None] * len(tokens)
+        for one, token, logprob, kept_set in zip(rows.running, tokens, logprobs, sets, strict=True):
+            one.tokens.append(token)
+            one.logprobs.append(logprob)
+            if kept_set is not None:
+                one.kept.append(kept_set)
+            is_stop = token in one.request.sampling.stop_token_ids
+            if not is_stop and self._stop is not None:
+                is_stop = one.request.ends_by(self._stop, one.tokens)
+            if is_stop or len(one.tokens) == one.request.sampling.max_tokens:
+                self._end(one)
+                finished.append(one.finish("stop" if is_stop else "length"))
+        return finished
+
+    def _count_blocks(self, request: Request) -> int:
+        """Count a request's blocks at its maximum length; the last token needs no slot."""
+        return -(-(len(request.tokens) + request.sampling.max_tokens - 1) // self._block_size)
+
+    def _admit(self) -> None:
+        """Admit waiting requests in order, until one does not fit or has another sampling distribution."""
+        rows = len(self._running)
+        while self._waiting and len(self._running) < self._max_num_seqs:
+            request = self._waiting[0]
+            count = self._count_blocks(request)
+            is_alike = all(one.request.sampling.draws_like(request.sampling) for one in self._running[:1])
+            if not is_alike or count > len(self._free) or (rows and rows + len(request.tokens) > self._max_tokens):
+                return
+            blocks = np.array([self._free.pop() for _ in range(count)], np.int64)
+            slots = (blocks[:, None] * self._block_size + np.arange(self._block_size)).ravel()
+            self._running.append(Running(request, slots, torch.Generator().manual_seed(request.seed)))
+            del self._waiting[0]
+            rows += len(request.tokens)
+
+    def _end(self, one: Running) -> None:
+        self._running.remove(one)
+        self._free += (one.slots[:: self._block_size] // self._block_size).tolist()

@@ -141,12 +141,12 @@ class Run:
         for record in records:
             self._health.add(step_of(record), record)
         if settings.status_port is not None:
-            from megatron_rl.observability.status import STATUS_FILE, StatusFile, StatusPage
+            from megatron_rl.observability.status import STATUS_FILE, StatusPage
 
             name, host, port = self.dir.resolve().name, settings.status_host, settings.status_port
-            page = StatusPage(name, host, port, now=self._describe_now, positions=positions, records=records)
+            shown: dict[str, Any] = dict(now=self._describe_now, positions=positions, records=records)
+            page = StatusPage(name, host, port, file=self.dir / STATUS_FILE, **shown)
             add(page)
-            add(StatusFile(page, self.dir / STATUS_FILE))
             self.log.info("status page: %s", page.url)
         if settings.wandb != "off":
             from megatron_rl.observability.wandb_run import WandbRun

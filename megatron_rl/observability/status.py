@@ -84,6 +84,7 @@ class StatusPage(Sink):
         now: returns data that change between two steps; called for each response.
         positions: returns the last heartbeat of each rank; empty without a watchdog.
         records: earlier records of a resumed run, for the curves.
+        file: gets the page with its data after each step and at the end, if any.
 
     Raises:
         UserError: the port is taken, or the host is not an address of this machine.
@@ -98,13 +99,14 @@ class StatusPage(Sink):
         now: Callable[[], Mapping[str, Any]],
         positions: Positions,
         records: Sequence[Record] = (),
+        file: Path | None = None,
     ) -> None:
-        self._name, self._now, self._ranks = name, now, _Ranks(positions)
+        self._name, self._now, self._ranks, self._file = name, now, _Ranks(positions), file
         self._curves: dict[str, dict[str, list[tuple[int, float]]]] = {title: {} for title in CHARTS}
         self._samples: dict[str, Any] = {"step": None, "rows": []}
         self._alarms: list[dict[str, Any]] = []
         for record in records:
-            self.log(step_of(record), record)
+            self._add(step_of(record), record)
         self._path = f"/{secrets.token_urlsafe(16)}/"
         self._page = read_template(_PARTS, name, connect="'self'")
         try:
@@ -120,7 +122,11 @@ class StatusPage(Sink):
         return f"http://{host}:{port}{self._path}"
 
     def log(self, step: int, record: Record) -> None:
-        """Append the metrics of a step to the curves."""
+        """Append the metrics of a step to the curves, and write the file."""
+        self._add(step, record)
+        self._write()
+
+    def _add(self, step: int, record: Record) -> None:
         for key, value in record.items():
             metric = find_metric(key)
             if metric is not None and metric.chart and value is not None and math.isfinite(value):
@@ -158,25 +164,15 @@ class StatusPage(Sink):
         data = data.replace("<", "\\u003c")
         return self._page.replace("<main>", f'<script type="application/json" id="frozen">{data}</script>\n<main>', 1)
 
+    def _write(self) -> None:
+        if self._file is not None:
+            replace_text(self._file, self.freeze(), errors="replace")
+
     def close(self) -> None:
-        """Stop serving."""
+        """Write the file and stop serving."""
+        self._write()
         self._server.shutdown()
         self._server.server_close()
-
-
-class StatusFile(Sink):
-    """Sink that writes the page of a `StatusPage` to a file after each step and when closed (before that sink)."""
-
-    def __init__(self, page: StatusPage, path: Path) -> None:
-        self._page, self._path = page, path
-
-    def log(self, step: int, record: Record) -> None:
-        """Write the page, which already contains the step if `page.log` came first."""
-        self.close()
-
-    def close(self) -> None:
-        """Write the page with the data since the last step."""
-        replace_text(self._path, self._page.freeze(), errors="replace")
 
 
 class _Ranks:

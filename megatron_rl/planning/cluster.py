@@ -22,29 +22,19 @@ RESERVE = 0.05  # share of the memory
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal accelerators.
-
-    Attributes:
-        reserve_bytes: memory for driver context, communication buffers and fragmentation.
-        within_node, across_nodes: link bandwidth, bytes per second and direction of one accelerator.
-        flops: peak dense operations per second of one accelerator in the training dtype.
-        memory_bandwidth: bytes per second of one accelerator's memory.
-        host_bandwidth: bytes per second between an accelerator and the host.
-        host_memory_bytes: per node; `None` disables the check of offloaded state.
-        has_fused_attention: whether attention stores no intermediate results (CUDA).
-    """
+    """Nodes of equal accelerators."""
 
     nodes: int
     gpus_per_node: int
     memory_bytes: int
-    reserve_bytes: int
-    within_node: float = 400e9
+    reserve_bytes: int  # memory for driver context, communication buffers and fragmentation
+    within_node: float = 400e9  # link bandwidth, bytes per second and direction of one accelerator
     across_nodes: float = 50e9
-    flops: float = 990e12
-    memory_bandwidth: float = 3.35e12
-    host_bandwidth: float = 50e9
-    host_memory_bytes: int | None = None
-    has_fused_attention: bool = True
+    flops: float = 990e12  # peak dense operations per second of one accelerator in the training dtype
+    memory_bandwidth: float = 3.35e12  # bytes per second of one accelerator's memory
+    host_bandwidth: float = 50e9  # bytes per second between an accelerator and the host
+    host_memory_bytes: int | None = None  # per node; `None` disables the check of offloaded state
+    has_fused_attention: bool = True  # whether attention stores no intermediate results (CUDA)
 
     def __post_init__(self) -> None:
         speeds = ("within_node", "across_nodes", "flops", "memory_bandwidth", "host_bandwidth")
@@ -72,15 +62,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """A configured run on a cluster, with the shapes of its models.
-
-    Attributes:
-        shapes: role -> shape, for roles with a layout of their own.
-    """
+    """A configured run on a cluster, with the shapes of its models."""
 
     config: RunConfig
     spec: RunSpec
-    shapes: Mapping[str, ModelShape]
+    shapes: Mapping[str, ModelShape]  # role -> shape, for roles with a layout of their own
     cluster: Cluster
 
     @property
@@ -186,19 +172,14 @@ def describe_cluster(
     )
 
 
-def find_cluster(world_size: int, ranks_per_node: int, memory_bytes: int) -> Cluster:
-    """Return the cluster of a run on GPUs; `memory_bytes`: of the smallest one."""
+def find_cluster(world_size: int, ranks_per_node: int, memory_bytes: int | None) -> Cluster:
+    """Return the cluster of a run; `memory_bytes`: of the smallest GPU, `None` without GPUs (rough speeds)."""
     import psutil
 
     per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size
-    return describe_cluster(world_size, memory_bytes / GIB, per_node, psutil.virtual_memory().total)
-
-
-def find_host(world_size: int, ranks_per_node: int) -> Cluster:
-    """Return the cluster of a run without GPUs, with rough speeds to compare layouts."""
-    import psutil
-
-    per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size
-    found = describe_cluster(world_size, psutil.virtual_memory().total / per_node / GIB, per_node)
+    host_bytes = psutil.virtual_memory().total
+    if memory_bytes is not None:
+        return describe_cluster(world_size, memory_bytes / GIB, per_node, host_bytes)
+    found = describe_cluster(world_size, host_bytes / per_node / GIB, per_node)
     speeds = {"flops": 1e11, "memory_bandwidth": 2e10, "within_node": 5e9, "across_nodes": 1e9}
     return replace(found, has_fused_attention=False, **speeds)

@@ -65,19 +65,13 @@ class MemoryPhase:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank in all phases, and its KV cache.
-
-    Attributes:
-        kv_cache_bytes: negative if the engine's share is too small for its weights.
-        kv_bytes_per_token: on one engine rank.
-        host_bytes: pinned host memory for offloaded state and inputs of layers, held for the whole run.
-    """
+    """Memory of one rank in all phases, and its KV cache."""
 
     rank: int
     phases: list[MemoryPhase]
-    kv_cache_bytes: int
-    kv_bytes_per_token: int
-    host_bytes: int
+    kv_cache_bytes: int  # negative if the engine's share is too small for its weights
+    kv_bytes_per_token: int  # on one engine rank
+    host_bytes: int  # pinned host memory for offloaded state and inputs of layers, held for the whole run
 
     @property
     def peak(self) -> MemoryPhase:
@@ -436,19 +430,12 @@ def _count_exchanged(layout: ParallelLayout, own: int) -> float:
 
 @dataclass(frozen=True)
 class GatheredElements:
-    """Weight elements that a rank gathers under ZeRO-3, with the padding of shards.
+    """Weight elements that a rank gathers under ZeRO-3, with the padding of shards."""
 
-    Attributes:
-        ends: embedding, last norm and output layer, gathered together.
-        output: the output layer's part of `ends`.
-        layers: per layer, elements gathered with the layer, and of experts gathered separately (else 0).
-        copies: of a layer's experts; 1 if no other rank has them, since FSDP then casts them without a buffer.
-    """
-
-    ends: int
-    output: int
-    layers: tuple[tuple[int, int], ...]
-    copies: int
+    ends: int  # embedding, last norm and output layer, gathered together
+    output: int  # the output layer's part of `ends`
+    layers: tuple[tuple[int, int], ...]  # per layer: gathered with it, and of experts gathered separately (else 0)
+    copies: int  # of a layer's experts; 1 if no other rank has them, since FSDP then casts them without a buffer
 
 
 @lru_cache(maxsize=4096)

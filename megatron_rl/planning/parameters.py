@@ -79,22 +79,14 @@ _ORDER = (
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a model chunk.
-
-    Attributes:
-        numel: elements on this rank.
-        rows: matrix rows, which ZeRO-3 splits.
-        is_matrix: whether Muon updates it, if configured.
-        is_expert: whether its gradient is reduced over expert replicas only.
-        is_shared: whether it is the embedding tied between first and last stage.
-    """
+    """One parameter of a model chunk."""
 
     name: str
-    numel: int
-    rows: int
-    is_matrix: bool
-    is_expert: bool
-    is_shared: bool
+    numel: int  # elements on this rank
+    rows: int  # matrix rows, which ZeRO-3 splits
+    is_matrix: bool  # whether Muon updates it, if configured
+    is_expert: bool  # whether its gradient is reduced over expert replicas only
+    is_shared: bool  # whether it is the embedding tied between first and last stage
 
     @property
     def is_frozen(self) -> bool:
@@ -104,19 +96,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class RoleBytes:
-    """Persistent bytes of a role on one rank.
+    """Persistent bytes of a role on one rank."""
 
-    Attributes:
-        parameters: in the training dtype (float32 under ZeRO-3), with buffer padding.
-        gradients: float32 buffers; 0 without an optimizer.
-        optimizer: moments, and float32 main weights for bfloat16 training (not under ZeRO-3).
-        main_weights: part of `optimizer` that exists before the first step.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    main_weights: int = field(default=0, compare=False)
+    parameters: int  # in the training dtype (float32 under ZeRO-3), with buffer padding
+    gradients: int  # float32 buffers; 0 without an optimizer
+    optimizer: int  # moments, and float32 main weights for bfloat16 training (not under ZeRO-3)
+    main_weights: int = field(default=0, compare=False)  # part of `optimizer` that exists before the first step
 
     @property
     def total(self) -> int:
@@ -214,17 +199,11 @@ def _position(name: str) -> tuple[int, str, bool]:
 
 @dataclass(frozen=True)
 class Upkeep:
-    """Settings that determine a role's optimizer states and their sharding over data parallel ranks.
+    """Settings that determine a role's optimizer states and their sharding over data parallel ranks."""
 
-    Attributes:
-        optimizer: "adam", or "muon" with one moment per matrix element.
-        use_distributed_optimizer: ZeRO-1, sharded optimizer states.
-        is_fully_sharded: ZeRO-3.
-    """
-
-    optimizer: str = "adam"
-    use_distributed_optimizer: bool = True
-    is_fully_sharded: bool = False
+    optimizer: str = "adam"  # "adam", or "muon" with one moment per matrix element
+    use_distributed_optimizer: bool = True  # ZeRO-1, sharded optimizer states
+    is_fully_sharded: bool = False  # ZeRO-3
 
     @classmethod
     def of(cls, section: LayoutConfig) -> Upkeep:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.engines.protocol import BuiltEngine, Request, Sampled
+from megatron_rl.engines.build import BuiltEngine
+from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.parallel.collectives import gather_objects, raise_together, reduce_scalars
 from megatron_rl.rollout.episodes import Episodes, SampleGroups, Samples, describe_episodes

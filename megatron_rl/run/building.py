@@ -18,7 +18,8 @@ from megatron_rl.checkpoint.files import find_model_files
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, RunConfig
 from megatron_rl.data.prompts import PromptBatches
-from megatron_rl.engines.protocol import BuiltEngine, EngineSpec, EngineWeights, ProbedEngine, build_engine
+from megatron_rl.engines.build import BuiltEngine, build_engine
+from megatron_rl.engines.protocol import EngineSpec, EngineWeights
 from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import Process, align_group_names, gather_objects, share_object, world
 from megatron_rl.parallel.groups import ParallelGroups, join_groups
@@ -38,7 +39,7 @@ from megatron_rl.weights.shard_box import find_aliases
 if TYPE_CHECKING:
     from megatron_rl.agents.in_rank import AnyEpisodes
     from megatron_rl.data.prompts import PromptSet
-    from megatron_rl.engines.wrappers import StopStrings, Thoughts
+    from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.parallel.layout import ParallelLayout
     from megatron_rl.rewards.scoring import SourceSpec
     from megatron_rl.samples.experience import Experience
@@ -181,8 +182,8 @@ def verify_served(weights: EngineWeights, actor: Actor, config: RunConfig) -> Ca
             found = [scores.numpy() for scores in score_sequences(actor.model, sequences, skip, temperature)]
         return share_object(found, world(), layout.first_rank) if layout.world_size < world().size() else found or []
 
-    ask = weights.probe if isinstance(weights, ProbedEngine) else lambda: None
-    return ProbedWeights(weights, ask, score, config.model.dtype, world()).end_weight_update
+    probe = getattr(weights, "probe", lambda: None)
+    return ProbedWeights(weights, probe, score, config.model.dtype, world()).end_weight_update
 
 
 def build_rollout(

@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # a dry run imports no torch
     from megatron_rl.algorithms.catalog import AdvantageEstimator, PolicyLoss, RegisteredEstimator
     from megatron_rl.config.sft_plan import SftPlan
     from megatron_rl.data.sft_examples import SftSet
+    from megatron_rl.engines.endings import StopStrings, Thoughts
     from megatron_rl.engines.protocol import EngineMaker
-    from megatron_rl.engines.wrappers import StopStrings, Thoughts
     from megatron_rl.extension.registry import RegisteredEngine
     from megatron_rl.planning.cluster import Cluster
     from megatron_rl.training.setup import RoleSetup
@@ -283,7 +283,7 @@ def _read_stop(strings: Sequence[str], tokenizer: Tokenizer) -> StopStrings | No
     """Return a detector of stop strings, if there are any; UserError for one that never occurs in a response."""
     if not strings:
         return None
-    from megatron_rl.engines.wrappers import StopStrings
+    from megatron_rl.engines.endings import StopStrings
 
     check_stop_strings(strings, tokenizer)
     return StopStrings(strings, tokenizer.decode)
@@ -296,7 +296,7 @@ def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
     known = [budget for budget in (rollout.thinking_budget, *budgets) if budget is not None]
     if not known:
         return None
-    from megatron_rl.engines.wrappers import Thoughts
+    from megatron_rl.engines.endings import Thoughts
 
     thoughts = Thoughts(rollout.thinking_end, tokenizer)
     room = longest - len(thoughts.closing)

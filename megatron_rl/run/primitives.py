@@ -21,7 +21,8 @@ from megatron_rl.checkpoint.saving import save_now
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSet
-from megatron_rl.engines.protocol import Sampled, import_library
+from megatron_rl.engines.build import import_library
+from megatron_rl.engines.protocol import Sampled
 from megatron_rl.parallel.collectives import Process, world
 from megatron_rl.rollout.episodes import SampleGroups
 from megatron_rl.run.building import RolloutMembers, RunSinks, build_roles, build_rollout_members

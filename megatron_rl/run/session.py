@@ -16,7 +16,7 @@ import torch
 from megatron_rl.algorithms.losses import AdaptiveKL
 from megatron_rl.config.placement import format_ranks
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.engines.protocol import describe_engine
+from megatron_rl.engines.build import describe_engine
 from megatron_rl.extension.registry import OBJECT
 from megatron_rl.observability.progress import StepProfiler
 from megatron_rl.parallel.collectives import Process, gather_objects, init_distributed, memory_in_use, open_store, world
@@ -86,9 +86,9 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
             from megatron_rl.run.user_program import refuse_auto
 
             raise refuse_auto()
-        from megatron_rl.planning.cluster import find_host
+        from megatron_rl.planning.cluster import find_cluster
 
-        here = cluster or find_host(world_size, ranks_per_node)
+        here = cluster or find_cluster(world_size, ranks_per_node, None)
         config, chosen = parts.choose_layout(config, resolve(config), here, recipe)
     if cluster is not None and config.trainer.check_memory:
         from megatron_rl.planning.admission import check_fits

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_rl.engines.local.paging import ContinuousBatch, PagedRows
 from megatron_rl.engines.protocol import EngineSpec, Sampled
 from megatron_rl.engines.truncation import add_gumbel_noise, truncate
+from megatron_rl.engines.wrappers import ContinuousBatch, PagedRows
 from megatron_rl.models.attention import CachedRows, PackedAttention, PackedSequences, build_packed_sequences
 from megatron_rl.models.routing import RowRoutes
 from megatron_rl.models.stages import HiddenStatesModel, gather_for_shards

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import HybridConfig
-from megatron_rl.engines.protocol import CodedEngine, EngineWeights
+from megatron_rl.engines.protocol import EngineWeights
 from megatron_rl.observability.progress import PhaseTimers
 from megatron_rl.parallel.collectives import Process, gather_rows, reduce_scalars, share_object, world
 from megatron_rl.parallel.layout import EngineRanks
@@ -135,7 +135,7 @@ class HybridEngine:
 
     def _ask_engine(self, engines: EngineRanks) -> tuple[torch.dtype, frozenset[str], CodeFormat | None]:
         """Return an engine's dtype, the HF names of float32 exceptions, and its 8-bit code format; collective."""
-        code_format = self.engine.code_format if isinstance(self.engine, CodedEngine) else None
+        code_format = getattr(self.engine, "code_format", None)
         params, mine, rank = self.engine.params, None, self._group.rank()
         if dtype := next((param.dtype for param in params.values()), None):
             table = self.engine.placements(rank) if dtype != torch.float32 else ()

@@ -22,7 +22,8 @@ from megatron_rl.agents.episode import Setup
 from megatron_rl.agents.in_rank import EpisodeProcesses
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig
 from megatron_rl.config.sections import AgentsConfig
-from megatron_rl.engines.protocol import BuiltEngine, Request, Sampled, SamplingConfig
+from megatron_rl.engines.build import BuiltEngine
+from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig
 from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.episodes import SampleGroups

@@ -30,7 +30,8 @@ from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.checkpoint.pieces import load_weights
 from megatron_rl.checkpoint.saving import SaveOutcome
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig, build_engine
+from megatron_rl.engines.build import build_engine
+from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.serving import generate

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.engines.local.paging import ContinuousBatch, PagedRows
 from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig
+from megatron_rl.engines.wrappers import ContinuousBatch, PagedRows
 from megatron_rl.types import UserError
 
 STOP = 7

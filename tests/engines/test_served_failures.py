@@ -26,11 +26,11 @@ from aiohttp import web
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.sections import ServerConfig
+from megatron_rl.engines.endings import StopStrings
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, SamplingConfig
 from megatron_rl.engines.servers.served import ServedEngine
 from megatron_rl.engines.servers.server_apis import Ask
 from megatron_rl.engines.servers.server_client import ServerFailure, ServerProcess
-from megatron_rl.engines.wrappers import StopStrings
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.rollout.serving import generate
 from megatron_rl.types import UserError

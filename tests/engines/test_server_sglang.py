@@ -19,10 +19,10 @@ import torch
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.sections import ServerConfig
+from megatron_rl.engines.endings import StopStrings
 from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
 from megatron_rl.engines.servers.server_apis import SglangServer
 from megatron_rl.engines.servers.server_client import ServerAnswer, ServerFailure
-from megatron_rl.engines.wrappers import StopStrings
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.weights.families import ModelShape
 

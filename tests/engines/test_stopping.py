@@ -22,8 +22,9 @@ from distributed import run_ranks
 from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.data.tokenizer import HuggingFaceTokenizer, check_stop_strings, find_stop_tokens
-from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig, build_engine
-from megatron_rl.engines.wrappers import StopStrings
+from megatron_rl.engines.build import build_engine
+from megatron_rl.engines.endings import StopStrings
+from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.serving import generate

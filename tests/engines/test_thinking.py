@@ -18,8 +18,9 @@ import pytest
 from distributed import run_ranks
 from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engines.protocol import EngineSpec, Request, RolloutEngine, Sampled, SamplingConfig, build_engine
-from megatron_rl.engines.wrappers import Thoughts
+from megatron_rl.engines.build import build_engine
+from megatron_rl.engines.endings import Thoughts
+from megatron_rl.engines.protocol import EngineSpec, Request, RolloutEngine, Sampled, SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.serving import generate

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from distributed import run_ranks
 from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, SamplingConfig, build_engine
+from megatron_rl.engines.build import build_engine
+from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.rollout.serving import ControlMessage, generate, serve
 from megatron_rl.types import KeptSets

@@ -20,7 +20,8 @@ import torch
 
 from megatron_rl.config.feature_checks import REFUSED
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engines.protocol import EngineSpec, build_engine, describe_engine
+from megatron_rl.engines.build import build_engine, describe_engine
+from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.vllm.vllm_library import pack_experts, prepare_vllm, register_model
 from megatron_rl.engines.vllm.vllm_settings import (
     CPU_HEAD_DIMS,

@@ -128,7 +128,7 @@ MORE_FAILURES = [
     Failure(
         "run_out_of_memory_at_start",
         r"out of memory: 131072.00 GiB asked for .*\n  source:   rank 1, before the first step, .*, called from "
-        r"megatron_rl/engines/protocol.py:\d+ in build_engine\n  expected: .*\n"
+        r"megatron_rl/engines/build.py:\d+ in build_engine\n  expected: .*\n"
         r"  hint:     lower rollout.gpu_memory_utilization, ",
         1,
         "RuntimeError: [enforce fail at alloc_cpu.cpp",

@@ -18,7 +18,7 @@ from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.planning.admission import list_candidates, read_job
-from megatron_rl.planning.cluster import Job, describe_cluster, find_host
+from megatron_rl.planning.cluster import Job, describe_cluster, find_cluster
 from megatron_rl.run import building, session
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import resolve
@@ -104,9 +104,9 @@ def test_how_it_is_written() -> None:
 
 
 def test_hosts_share_their_memory_among_their_ranks() -> None:
-    half, whole = find_host(2, 2), find_host(1, 1)
+    half, whole = find_cluster(2, 2, None), find_cluster(1, 1, None)
     assert half.nodes == 1 and half.memory_bytes == pytest.approx(whole.memory_bytes / 2, abs=1)
-    assert find_host(4, 2).nodes == 2 and not half.has_fused_attention
+    assert find_cluster(4, 2, None).nodes == 2 and not half.has_fused_attention
 
 
 def test_ranks_that_choose_for_themselves_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ import megatron_rl.parallel  # noqa: F401 (before megatron.core)
 from distributed import run_ranks
 from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engines.protocol import BuiltEngine, EngineSpec, Request, Sampled, SamplingConfig, build_engine
+from megatron_rl.engines.build import BuiltEngine, build_engine
+from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, SamplingConfig
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.serving import ControlMessage, generate, serve

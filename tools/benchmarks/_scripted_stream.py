@@ -10,7 +10,8 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.data.prompts import PromptBatches
-from megatron_rl.engines.protocol import BuiltEngine, SamplingConfig
+from megatron_rl.engines.build import BuiltEngine
+from megatron_rl.engines.protocol import SamplingConfig
 from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks

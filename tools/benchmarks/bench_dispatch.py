@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 import numpy as np
 
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
-from megatron_rl.engines.protocol import BuiltEngine, Request, Sampled, SamplingConfig, derive_seed
+from megatron_rl.engines.build import BuiltEngine
+from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig, derive_seed
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.generation import assign_engines
 from megatron_rl.rollout.serving import generate

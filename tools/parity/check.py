@@ -23,7 +23,8 @@ from megatron_rl.checkpoint.files import CONFIG_DIR
 from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import LayoutConfig, ModelConfig, RolloutConfig
-from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig, build_engine
+from megatron_rl.engines.build import build_engine
+from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
 from megatron_rl.extension.registry import find_engine
 from megatron_rl.parallel.collectives import Process, share_object, world
 from megatron_rl.parallel.groups import build_groups

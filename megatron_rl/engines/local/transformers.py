@@ -40,7 +40,7 @@ from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
 
 if TYPE_CHECKING:
-    from megatron_rl.engines.wrappers import StopStrings
+    from megatron_rl.engines.endings import StopStrings
 
 
 class _SeededGumbel(LogitsProcessor):

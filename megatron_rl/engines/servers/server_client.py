@@ -27,7 +27,7 @@ from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.types import KeptSets, UserError
 
 if TYPE_CHECKING:
-    from megatron_rl.engines.wrappers import StopStrings
+    from megatron_rl.engines.endings import StopStrings
 
 # torchrun's variables for a rank; a server that inherits them would act as that rank.
 _OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
@@ -92,17 +92,12 @@ class ServerFailure(Exception):
 
 @dataclass
 class ServerAnswer:
-    """A response as received so far.
-
-    Attributes:
-        tokens, logprobs: [s].
-        finish_reason: "stop" or "length" once finished.
-    """
+    """A response as received so far."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # "stop" or "length" once finished
     num_cached: int | None = None
     kept: list[KeptSets] = field(default_factory=list)
 

@@ -265,22 +265,16 @@ def list_sampling_arguments(name: str, request: Request) -> dict[str, Any]:
 
 @dataclass
 class Response:
-    """Sampled tokens with their log-probs, NaN if vLLM scored another token.
+    """Sampled tokens with their log-probs, NaN if vLLM scored another token."""
 
-    Attributes:
-        longest: number of tokens, with the request's, at which the response ends.
-        stops: tokens that end it.
-        num_cached: number of request tokens found in the prefix cache, once the first token is sampled.
-        likeliest: if other tokens' log-probs are wanted, ids and log-probs at each token: its own, then the likeliest.
-        prompt: ids and log-probs [n, 1 + k] likewise, of consecutive parts of the prompt without its first token.
-    """
-
-    longest: int
-    stops: frozenset[int | None]
+    longest: int  # number of tokens, with the request's, at which the response ends
+    stops: frozenset[int | None]  # tokens that end it
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    num_cached: int | None = None
+    num_cached: int | None = None  # number of request tokens found in the prefix cache, once the first token is sampled
     is_stopped: bool = False
+    # If other tokens' log-probs are wanted: ids and log-probs at each token, its own, then the likeliest; and likewise
+    # [n, 1 + k] of consecutive parts of the prompt without its first token.
     likeliest: list[Any] = field(default_factory=list)
     prompt: list[Any] = field(default_factory=list)
 
