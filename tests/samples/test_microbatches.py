@@ -354,7 +354,7 @@ def test_the_search_for_the_number_of_bins_is_short(num_sequences: int, monkeypa
     Counted in attempts, so that it does not depend on the machine; each takes n log n.
     """
     attempts, fill = [], microbatches.fill_bins
-    monkeypatch.setattr(prefix, "fill_bins", lambda *args: attempts.append(args[1]) or fill(*args))
+    monkeypatch.setattr(microbatches, "fill_bins", lambda *args: attempts.append(args[1]) or fill(*args))
     plan = plan_microbatches([51] * num_sequences, dp_size=1, max_tokens=100)
     assert [len(members) for members in plan[0]] == [1] * num_sequences
     assert len(attempts) <= microbatches._TRIED_ONE_BY_ONE + 2 * num_sequences.bit_length()
