@@ -95,6 +95,7 @@ BEHIND_DOORS = (
     "rewards.service",
     "rewards.silence",
     "rollout.packed_episodes",
+    "rollout.schedule_trace",
     "run.watchdog",
     "run.user_program",
     "samples.balancing",

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,15 +39,16 @@ from megatron_rl.rollout.serving import (
     Phase,
     PhaseEnd,
     PhaseTarget,
-    ScheduleTrace,
     TrainingEnd,
     find_window,
     open_phase_end,
-    read_trace,
 )
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.table import Headers, Payload, build_headers, gather_headers, index_branches, join_headers
 from megatron_rl.types import FAILED, Prompt, Rollout, UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.schedule_trace import ScheduleTrace
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Clock:
 
     end: PhaseEnd
     training: TrainingEnd | None = None
-    trace: ScheduleTrace = field(default_factory=ScheduleTrace)
+    trace: ScheduleTrace | None = None
 
 
 class RolloutStream:
@@ -133,7 +134,7 @@ class RolloutStream:
         busy_share = None
         if generates:
             name = f"rollout {round}" if round else "rollout"
-            end = self._clock.trace.find_end(self._step, name) or self._clock.end
+            end = self._find_replayed(name) or self._clock.end
             self._carried.start(keys, sampling)
             phase = Phase(self._open[:awaited], left, None if self._drains else end)
             self._clock.end.begin(target)
@@ -175,13 +176,17 @@ class RolloutStream:
         if self._group.rank() == 0:
             training.signal()
         every = self._schedule.steps_per_update
-        end = self._clock.trace.find_end(self._step, name) or (training if every is None else AfterSteps(every))
+        end = self._find_replayed(name) or (training if every is None else AfterSteps(every))
         self._carried.start(self._carried.keys, sampling)
         self._run(Phase([], np.empty(0), None if self._drains else end), on_finished, None, name)
 
     def _run(self, phase: Phase, on_finished: OnFinished | None, total: int | None, name: str) -> None:
         self._generator.run(self._carried, phase, on_finished, total)
-        self._clock.trace.write(self._step, name, phase.num_steps)
+        if self._clock.trace is not None:
+            self._clock.trace.write(self._step, name, phase.num_steps)
+
+    def _find_replayed(self, name: str) -> PhaseEnd | None:
+        return None if self._clock.trace is None else self._clock.trace.find_end(self._step, name)
 
     def _begin(self, positions: range, max_tokens: int) -> None:
         loads = np.zeros(len(self._generator.engines.of))
@@ -296,16 +301,18 @@ def open_stream(
     Raises:
         UserError: the trace to replay is missing or has other engines; on every rank.
     """
-    schedule, engines, replayed = config.schedule, generator.engines.of, None
+    schedule, engines, recorder = config.schedule, generator.engines.of, None
     every, begins_ahead = schedule.steps_per_update, schedule.max_staleness > 0
     end = open_phase_end(every, engines, timeout)
     training = TrainingEnd(open_store("training", world())) if is_apart and begins_ahead else None
-    if schedule.replay is not None:
-        replayed = read_trace(Path(schedule.replay), len(engines))
     is_timed = begins_ahead and schedule.updates == "in_flight" and every is None
-    mine = generator.engine_index if generator.is_first else None
-    clock = Clock(end, training, ScheduleTrace(len(engines), mine, trace if is_timed else None, replayed))
-    return RolloutStream(generator, SampleOrder(prompts, config), config, clock, world())
+    if schedule.replay is not None or (trace is not None and is_timed):
+        from megatron_rl.rollout.schedule_trace import ScheduleTrace, read_trace
+
+        replayed = None if schedule.replay is None else read_trace(Path(schedule.replay), len(engines))
+        mine = generator.engine_index if generator.is_first else None
+        recorder = ScheduleTrace(len(engines), mine, trace if is_timed else None, replayed)
+    return RolloutStream(generator, SampleOrder(prompts, config), config, Clock(end, training, recorder), world())
 
 
 def describe_kept(

@@ -36,7 +36,8 @@ from megatron_rl.config.sections import AgentsConfig, ScheduleConfig
 from megatron_rl.engines.protocol import Sampled, derive_seed
 from megatron_rl.rollout.collector import Taken
 from megatron_rl.rollout.episodes import Episodes, SampleGroups
-from megatron_rl.rollout.serving import ScheduleTrace, find_window, read_trace
+from megatron_rl.rollout.schedule_trace import ScheduleTrace, read_trace
+from megatron_rl.rollout.serving import find_window
 from megatron_rl.types import KeptSets, Prompt, Rollout, UserError
 
 
@@ -199,7 +200,7 @@ def test_a_trace_repeats_dynamic_sampling(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    ScheduleTrace(1, 0, tmp_path / "schedule").write(1, "rollout", 7)
+    ScheduleTrace(1, 0, tmp_path / "schedule", None).write(1, "rollout", 7)
     (found,) = read_trace(tmp_path, 1)
     trace = ScheduleTrace(1, 0, None, [found])
     end = trace.find_end(1, "rollout")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.samples import balancing, microbatches, prefix
+from megatron_rl.samples import balancing, microbatches
 from megatron_rl.samples.batch import Padding
 from megatron_rl.samples.microbatches import (
     CLOSE,
@@ -160,7 +160,7 @@ def plan_one_by_one(
         loads = work.sum_by_rank(plan, dp_size)
         if max(loads) * len(loads) <= CLOSE * sum(loads):
             break
-        divided = balancing._divide_overloaded(units, plan, loads, work, few_ranks=len(loads))
+        divided = microbatches._divide_overloaded(units, plan, loads, work, few_ranks=len(loads))
         if divided is None or max(work.sum_by_rank(arrange(divided), dp_size)) >= max(loads):
             break
         units, plan = divided, arrange(divided)
@@ -184,7 +184,7 @@ def test_dividing_all_overloaded_groups_is_as_good_as_one_at_a_time(
     loads = PackingWork.measure(lengths, ratio, shared).sum_by_rank(joined, dp_size)
     heaviest = sum_heaviest(plan, lengths, ratio, shared)
     assert heaviest <= 1.25 * max(loads)
-    if dp_size <= balancing._FEW_RANKS and max(loads) * dp_size <= CLOSE * sum(loads):
+    if dp_size <= microbatches._FEW_RANKS and max(loads) * dp_size <= CLOSE * sum(loads):
         plain = plan_microbatches(lengths, **options, attention_ratio=ratio)
         ours, theirs = ({*map(frozenset, chain.from_iterable(found))} for found in (plan, plain))
         assert plan == slow or ours == theirs or len(plan[0]) < len(slow[0]) or heaviest < max(loads)
@@ -343,7 +343,7 @@ def test_planning_for_many_ranks_takes_few_plans(monkeypatch: pytest.MonkeyPatch
     lengths, shared = draw_long_tail(2048), share_prompts(np.arange(2048) // 8, [1] * 2048)
     for sharing in (None, shared):
         plan_microbatches(lengths, dp_size=1024, max_tokens=2 * max(lengths), shared=sharing)
-    assert len(plans) <= 1 + 2 + balancing._MOST_ROUNDS
+    assert len(plans) <= 1 + 2 + microbatches._MOST_ROUNDS
     assert len(tried) <= 1000
 
 
@@ -353,11 +353,11 @@ def test_the_search_for_the_number_of_bins_is_short(num_sequences: int, monkeypa
 
     Counted in attempts, so that it does not depend on the machine; each takes n log n.
     """
-    attempts, fill = [], prefix.fill_bins
-    monkeypatch.setattr(prefix, "fill_bins", lambda *args: attempts.append(args[1]) or fill(*args))
+    attempts, fill = [], microbatches.fill_bins
+    monkeypatch.setattr(microbatches, "fill_bins", lambda *args: attempts.append(args[1]) or fill(*args))
     plan = plan_microbatches([51] * num_sequences, dp_size=1, max_tokens=100)
     assert [len(members) for members in plan[0]] == [1] * num_sequences
-    assert len(attempts) <= prefix._TRIED_ONE_BY_ONE + 2 * num_sequences.bit_length()
+    assert len(attempts) <= microbatches._TRIED_ONE_BY_ONE + 2 * num_sequences.bit_length()
 
 
 def test_runs_that_stay_together() -> None:
