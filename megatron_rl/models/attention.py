@@ -34,7 +34,6 @@ from torch.autograd.function import once_differentiable
 from megatron_rl.models.segments import Segments
 from megatron_rl.models.stages import make_parameter
 from megatron_rl.parallel.collectives import choose_triton_kernels
-from megatron_rl.parallel.layout import shard_rows
 from megatron_rl.samples.batch import MicrobatchSlice
 from megatron_rl.samples.prefix import SegmentKeys
 from megatron_rl.weights.families import FAMILIES, ModelShape
@@ -336,6 +335,13 @@ class PackedSequences(PackedSeqParams):
         if self.sliding is not None and number in self.sliding[0]:
             return self.sliding[1:]
         return self.segments, None if number in self.unrotated_layers else self.rotary_table
+
+
+def shard_rows(num_tokens: int, cp_size: int, cp_rank: int) -> slice:
+    """Return a rank's rows of a packed row of `num_tokens`, a multiple of `cp_size`."""
+    assert num_tokens % cp_size == 0, f"{num_tokens} tokens over {cp_size} ranks"
+    length = num_tokens // cp_size
+    return slice(cp_rank * length, (cp_rank + 1) * length)
 
 
 def build_packed_sequences(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -42,12 +43,12 @@ class ParallelGroups:
     collection: ProcessGroupCollection
     replicas: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 
-    @property
+    @cached_property
     def is_last_stage(self) -> bool:
         """True on ranks of the last pipeline stage (with the logits)."""
         return self.at.pp == self.layout.pp_size - 1
 
-    @property
+    @cached_property
     def last_stage_rank(self) -> int:
         """Global rank of the last stage in this rank's pipeline."""
         at = self.at
@@ -74,11 +75,6 @@ def list_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
 def list_gather_buffers() -> list[torch.Tensor]:
     """Return megatron-core's buffers for gathered hidden states, one per dtype."""
     return [*parallel_state.get_global_memory_buffer().buffer.values()]
-
-
-def free_gather_buffers() -> None:
-    """Free megatron-core's buffers for gathered hidden states; they are recreated on demand."""
-    parallel_state.get_global_memory_buffer().buffer.clear()
 
 
 def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> ParallelGroups:

@@ -84,7 +84,7 @@ class ParallelLayout:
                 "parallel ranks with actor.expert_tensor_parallel_size = 1",
             )
 
-    @property
+    @cached_property
     def ranks(self) -> range:
         """The ranks of the role."""
         return range(self.first_rank, self.first_rank + self.world_size)
@@ -201,7 +201,7 @@ class EngineRanks:
         """Form engines of `width` consecutive ranks; `width` divides the number of `ranks`."""
         return cls(tuple(tuple(ranks[first : first + width]) for first in range(0, len(ranks), width)))
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Number of ranks per engine."""
         return len(self.of[0])
@@ -224,10 +224,3 @@ class EngineRanks:
         if others[-1] - first == len(others):
             return f"ranks {first}-{others[-1]}"
         return f"ranks {', '.join(map(str, ranks))}"
-
-
-def shard_rows(num_tokens: int, cp_size: int, cp_rank: int) -> slice:
-    """Return a rank's rows of a packed row of `num_tokens`, a multiple of `cp_size`."""
-    assert num_tokens % cp_size == 0, f"{num_tokens} tokens over {cp_size} ranks"
-    length = num_tokens // cp_size
-    return slice(cp_rank * length, (cp_rank + 1) * length)

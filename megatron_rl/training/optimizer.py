@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -35,7 +36,7 @@ from megatron_rl.checkpoint.pieces import MOMENTS
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.collectives import broadcast_tensors, share_object
-from megatron_rl.parallel.groups import ParallelGroups, free_gather_buffers
+from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.packed_model import Head, HostMemory, PackedModel
 from megatron_rl.types import UserError
@@ -120,7 +121,7 @@ class Optimizer:
             states = self._list_states()
             for state, copy in zip(states, self._host_memory.store(states), strict=True):
                 state.data = copy
-        free_gather_buffers()
+        parallel_state.get_global_memory_buffer().buffer.clear()  # gathered hidden states; recreated on demand
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self._is_released = True

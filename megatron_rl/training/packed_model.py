@@ -29,11 +29,10 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from megatron_rl.checkpoint.pieces import load_weights
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import TrainedConfig
-from megatron_rl.models.attention import PackedSequences, build_packed_sequences
+from megatron_rl.models.attention import PackedSequences, build_packed_sequences, shard_rows
 from megatron_rl.models.gpt import DTYPES, build_gpt_stages, build_transformer_config
 from megatron_rl.models.stages import HiddenStatesModel, combine_shards, gather_for_shards, local_values
 from megatron_rl.parallel.collectives import broadcast_tensors, find_pair
-from megatron_rl.parallel.layout import shard_rows
 from megatron_rl.parallel.vocab_parallel import OutputSoftmax, compute_linear_logprobs_and_entropy
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.setup import LaidOutModel, RoleSetup

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_rl.models.attention import shard_rows
 from megatron_rl.models.routing import BiasedRouter, RoutingCounts, RowRoutes
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.parallel.layout import shard_rows
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.weights.families import ModelShape
 

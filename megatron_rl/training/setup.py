@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.algorithm import DistillationConfig
@@ -154,7 +155,7 @@ class LaidOutModel:
             return find_sharded_key(self.layout, rank)
         return find_shard_key(self.layout, rank)
 
-    @property
+    @cached_property
     def pad_multiple(self) -> int:
         """Divisor of every microbatch's token count."""
         sp_size = self.layout.tp_size if self._sequence_parallel else 1
@@ -165,14 +166,14 @@ class LaidOutModel:
             sp_size = math.lcm(sp_size, MIN_ROWS)
         return self.layout.cp_size * sp_size
 
-    @property
+    @cached_property
     def attention_ratio(self) -> float:
         """Cost of attention relative to the linear layers, per token of length."""
         shape = self.shape
         linear = shape.attention_elements + 3 * shape.hidden_size * shape.active_columns
         return compute_attention_ratio(linear, shape.num_heads, shape.head_dim, shape.value_dim)
 
-    @property
+    @cached_property
     def microbatch_count_multiple(self) -> int:
         """Divisor of the number of microbatches, for interleaved schedules."""
         return self.layout.pp_size if self.layout.vpp_size > 1 else 1

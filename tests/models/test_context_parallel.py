@@ -23,10 +23,10 @@ from role_setups import make_setup
 
 from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig
-from megatron_rl.models.attention import build_packed_sequences
+from megatron_rl.models.attention import build_packed_sequences, shard_rows
 from megatron_rl.models.stages import combine_shards, gather_for_shards
 from megatron_rl.parallel.groups import build_groups
-from megatron_rl.parallel.layout import ParallelLayout, shard_rows
+from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.vocab_parallel import OutputSoftmax, compute_linear_logprobs_and_entropy
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.samples.microbatches import plan_microbatches

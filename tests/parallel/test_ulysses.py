@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from distributed import run_ranks
+from megatron_rl.models.attention import shard_rows
 from megatron_rl.models.stages import combine_shards
-from megatron_rl.parallel.layout import shard_rows
 from megatron_rl.parallel.ulysses import exchange_to_heads, exchange_to_tokens
 from megatron_rl.types import UserError
 from megatron_rl.weights.support import check_context_parallel

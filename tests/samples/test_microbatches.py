@@ -256,9 +256,9 @@ def test_attention_ratio_of_models() -> None:
     ratio: Any = LaidOutModel.attention_ratio
     latent = 24 * 18 + 18 * 8 * 5 + 24 * (14 + 2) + 14 * 8 * (3 + 3) + 8 * 3 * 24
     columns = (48 + 3 * (2 * 40 + 32)) / 4
-    assert ratio.fget(SimpleNamespace(shape=make_shape("deepseek_v3"))) == 8 * (5 + 3) / 2 / (latent + 3 * 24 * columns)
+    assert ratio.func(SimpleNamespace(shape=make_shape("deepseek_v3"))) == 8 * (5 + 3) / 2 / (latent + 3 * 24 * columns)
     plain = 24 * (2 * (8 + 4) * 2 + 3 * 40)
-    assert ratio.fget(SimpleNamespace(shape=make_shape("llama"))) == 8 * 2 / plain
+    assert ratio.func(SimpleNamespace(shape=make_shape("llama"))) == 8 * 2 / plain
 
 
 def test_metrics_by_hand() -> None:

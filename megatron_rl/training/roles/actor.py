@@ -46,7 +46,18 @@ def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: Tra
     return EagerStep(model, head, optimizer)
 
 
-class Actor:
+class LanguageModel:
+    """Language model that scores tokens: actor, reference and teachers."""
+
+    model: PackedModel
+    head: LogprobHead
+
+    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """Compute log-probs [t] float32, 0 outside of the loss, on every rank of the replica."""
+        return self.model.compute_forward(batch, self.head)
+
+
+class Actor(LanguageModel):
     """Language model with an optimizer; construction is collective.
 
     Attributes:
@@ -87,10 +98,6 @@ class Actor:
     def _keep_hidden(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:
         self._hidden.append(hidden.detach())
         return self.head(hidden, microbatch)
-
-    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Compute log-probs [t] float32, 0 outside of the loss, on every rank of the replica."""
-        return self.model.compute_forward(batch, self.head)
 
     def record_routes(self, batch: TrainBatch) -> TrainBatch:
         """Add a buffer for expert choices to the batch, if the model has experts."""
@@ -278,6 +285,8 @@ class ActorOnSamples(PolicyOnSamples):
         super().__init__(role, packer)
         self.records_routes = getattr(packer.config, "router_replay", "off") == "trainer"
         self._datum_passes: Any = None
+        layout = packer.model.layout
+        self._last_stage = np.array([[layout.rank(dp=dp, pp=layout.pp_size - 1)] for dp in range(layout.dp_size)])
 
     def read(self, samples: Experience, *names: str) -> TrainBatch:
         """Return this rank's share of the samples, with the expert choices to replay, if there are any."""
@@ -302,9 +311,8 @@ class ActorOnSamples(PolicyOnSamples):
 
     def as_update(self, samples: Experience, values: torch.Tensor) -> Column:
         """Wrap values [t], valid on the last pipeline stage only, as a column."""
-        packing, layout = samples.pack(self.packer), self.packer.model.layout
-        last_stage = [[layout.rank(dp=dp, pp=layout.pp_size - 1)] for dp in range(layout.dp_size)]
-        return Column(values, packing, Holders(packing.holders.replica_of, np.array(last_stage)))
+        packing = samples.pack(self.packer)
+        return Column(values, packing, Holders(packing.holders.replica_of, self._last_stage))
 
     def forward_backward(self, minibatch: Minibatch, loss: AlgorithmConfig | LossFunction) -> None:
         """Add the gradients of a policy loss, or of a function (see `given_losses.LossFunction`), over a minibatch.
