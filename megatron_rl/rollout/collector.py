@@ -536,13 +536,12 @@ class Collector:
         Raises:
             UserError: a rollout could not be scored; on every rank.
         """
-        scorer, engines = self._rewards.scorer, self.generator.engines
-        engine, place = engines.places.get(self._group.rank(), (-1, 0))
+        scorer, place = self._rewards.scorer, self.generator.place_in_engine
         # Only the engine's first rank has started scoring, or has the results of episodes, or scores whole groups.
         if scorer.is_concurrent or self._config.agents.has_episodes or scorer.takes_groups:
             mine = held if place == 0 else []
         else:
-            mine = held[place :: engines.width]
+            mine = held[place :: self.generator.engines.width]
         scored, error = [], None
         try:
             scored = scorer.finish([rollout for _, rollout in mine], [steps[index] for index, _ in mine])
@@ -552,7 +551,9 @@ class Collector:
         self._failures |= {rollout.finish_reason in FAILED: rollout.failure for rollout in scored if rollout.failure}
         pairs = zip((index for index, _ in mine), scored, strict=True)
         mask_truncated = self._config.algorithm.mask_truncated
-        headers = build_headers(pairs, holder=engine, mask_truncated=mask_truncated, with_answers=with_answers)
+        headers = build_headers(
+            pairs, holder=self.generator.engine_index, mask_truncated=mask_truncated, with_answers=with_answers
+        )
         headers, num_bytes = gather_headers(headers, self._group)
         if scorer.takes_groups:
             from megatron_rl.rewards.calls import check_holders

@@ -64,6 +64,7 @@ class RolloutGenerator:
     Attributes:
         metrics: metrics of the last phase, equal on every rank.
         engine_index: index of this rank's engine; -1 without one.
+        place_in_engine: this rank's index in its engine.
         is_first: whether this rank is its engine's first.
         route_shape: shape of recorded expert routes; `None` if they are not recorded.
     """
@@ -82,7 +83,7 @@ class RolloutGenerator:
         self._engine, self._weights, self._channel, self._config = engine, weights, channel, config
         self._group, self._progress, self._processes = group, progress, processes
         self.engines, self.metrics, self.route_shape = engine.ranks, dict[str, float](), engine.route_shape
-        self.engine_index, _ = engine.ranks.find(group.rank())
+        self.engine_index, self.place_in_engine = engine.ranks.places.get(group.rank(), (-1, 0))
         self.is_first = self.engine_index >= 0 and channel.is_first
         self._name = f"rollout engine {self.engine_index} ({engine.kind}, {engine.ranks.describe(self.engine_index)})"
 

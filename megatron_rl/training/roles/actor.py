@@ -44,7 +44,18 @@ def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: Tra
     return EagerStep(model, head, optimizer)
 
 
-class Actor:
+class LanguageModel:
+    """Language model that scores tokens: actor, reference and teachers."""
+
+    model: PackedModel
+    head: LogprobHead
+
+    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """Compute log-probs [t] float32, 0 outside of the loss, on every rank of the replica."""
+        return self.model.compute_forward(batch, self.head)
+
+
+class Actor(LanguageModel):
     """Language model with an optimizer; construction is collective.
 
     Attributes:
@@ -85,10 +96,6 @@ class Actor:
     def _keep_hidden(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:
         self._hidden.append(hidden.detach())
         return self.head(hidden, microbatch)
-
-    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Compute log-probs [t] float32, 0 outside of the loss, on every rank of the replica."""
-        return self.model.compute_forward(batch, self.head)
 
     def record_routes(self, batch: TrainBatch) -> TrainBatch:
         """Add a buffer for expert choices to the batch, if the model has experts."""

@@ -27,12 +27,12 @@ from megatron_rl.samples.batch import Packer, Padding, TrainBatch, build_train_b
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.training.packed_model import LogprobHead, PackedModel, compute_scores
-from megatron_rl.training.roles.actor import Actor, ActorOnSamples, RoleOnSamples
+from megatron_rl.training.roles.actor import Actor, ActorOnSamples, LanguageModel, RoleOnSamples
 from megatron_rl.training.setup import LaidOutModel, RoleSetup
 from megatron_rl.types import Branch, Rollout, UserError
 
 
-class BaseOfActor:
+class BaseOfActor(LanguageModel):
     """Reference policy made of the actor's base weights, without adapters."""
 
     def __init__(self, actor: Actor) -> None:
@@ -43,7 +43,7 @@ class BaseOfActor:
         from megatron_rl.models.lora_linears import without_adapters
 
         with without_adapters(self.model.stages):
-            return self.model.compute_forward(batch, self.head)
+            return super().compute_logprobs(batch)
 
 
 class NoOptimizer:
@@ -70,7 +70,7 @@ class NoOptimizer:
         """Do nothing."""
 
 
-class Reference:
+class Reference(LanguageModel):
     """Frozen language model; construction is collective."""
 
     def __init__(self, setup: RoleSetup) -> None:
@@ -83,10 +83,6 @@ class Reference:
         """Copy the weights of a policy in the same layout (ProRL, arXiv 2505.24864)."""
         for mine, theirs in zip(self.model.stages.parameters(), policy.stages.parameters(), strict=True):
             local_values(mine).copy_(local_values(theirs))
-
-    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Compute log-probs [t] float32, 0 outside of the loss, on every rank of the replica."""
-        return self.model.compute_forward(batch, self.head)
 
 
 class Teacher(Reference):
