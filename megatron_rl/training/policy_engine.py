@@ -59,7 +59,7 @@ class PolicyEngine:
         self.padded_params = tuple(name for name in model.params if name.endswith(PADDED_PARAMETERS))
         self.engine_ranks = model.groups.layout.model_copies()
         self._group = model.groups.collection.tp_ep_pp
-        ranks = self.engine_ranks.of[self.engine_ranks.find(spec.process.rank)[0]]
+        ranks = self.engine_ranks.of[self.engine_ranks.places[spec.process.rank][0]]
         self._leader = ranks[-(len(ranks) // model.groups.layout.pp_size)]  # the first of the last stage
         layers = [module for module in model.stages.modules() if isinstance(module, PackedAttention)]
         self._layer_numbers = [layer.layer_number for layer in layers]
