@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 
@@ -69,18 +69,10 @@ class Candidate:
 
 def describe_choice(job: Job) -> Choice:
     """Return the layout of a job as a choice."""
-    actor = job.config.actor
-    return Choice(
-        actor.tensor_model_parallel_size,
-        actor.pipeline_model_parallel_size,
-        actor.virtual_pipeline_model_parallel_size,
-        actor.context_parallel_size,
-        actor.expert_model_parallel_size,
-        actor.sequence_parallel,
-        actor.recompute_granularity,
-        all(bool(_is_set(job, setting)) for setting in _offload_settings(job)),
-        job.config.rollout.tensor_model_parallel_size,
-    )
+    actor, rollout = job.config.actor, job.config.rollout
+    settings = {item.name: getattr(actor, item.name) for item in fields(Choice) if hasattr(actor, item.name)}
+    offload = all(bool(_is_set(job, setting)) for setting in _offload_settings(job))
+    return Choice(**settings, offload=offload, rollout_tensor_model_parallel_size=rollout.tensor_model_parallel_size)
 
 
 def check_job(job: Job) -> BatchPlan:
