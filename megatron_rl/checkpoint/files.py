@@ -109,11 +109,7 @@ def publish(partial: Path, directory: Path) -> None:
 
 
 def read_digests(directory: Path) -> dict[str, str]:
-    """Return the digests in a directory's SHA256SUMS: relative path -> SHA-256.
-
-    Raises:
-        UserError: the file is missing or unreadable.
-    """
+    """Return the digests in a directory's SHA256SUMS: relative path -> SHA-256 (UserError: missing or unreadable)."""
     try:
         lines = (directory / DIGESTS_FILE).read_text(encoding="utf-8").splitlines()
         pairs = [line.split("  ", 1) for line in lines]
@@ -269,11 +265,7 @@ def copy_side_files(files: Mapping[str, Path], directory: Path) -> list[FileReco
 
 
 def check_vocabulary(saved: Path, files: Mapping[str, Path]) -> None:
-    """Check that the tokenizer in `saved`, a checkpoint's `config/`, equals the one in use.
-
-    Raises:
-        UserError: a file that defines token ids differs.
-    """
+    """Refuse a tokenizer that differs from that in `saved`, a checkpoint's `config/`, in token ids (UserError)."""
     for name in _DEFINE_IDS:
         if name in files and (saved / name).is_file() and files[name].read_bytes() != (saved / name).read_bytes():
             raise UserError(

@@ -156,11 +156,7 @@ _Headers = dict[str, tuple[tuple[int, ...], str]]
 
 
 class ModelFiles(Mapping[str, Path]):
-    """Mapping from logical tensor to file.
-
-    Raises:
-        UserError: see `index_safetensors`; or MXFP4 blocks without scales.
-    """
+    """Mapping from logical tensor to file (UserError: see `index_safetensors`; or MXFP4 blocks without scales)."""
 
     def __init__(self, directory: Path) -> None:
         stored, config = index_safetensors(directory), directory / "config.json"

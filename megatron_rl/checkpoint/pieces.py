@@ -106,11 +106,7 @@ def choose_saved(role: SavedRole, holders: Holders, rank: int) -> list[ShardBox]
 
 
 def check_weights(directory: str | Path, shape: ModelShape, may_lack: Collection[str] = ()) -> None:
-    """Check weights in HF or Megatron format against the model's config; reads headers only.
-
-    Raises:
-        UserError: names the first missing (unless in `may_lack`) or mismatched tensors.
-    """
+    """Check weights in HF or Megatron format against the config (UserError: names tensors); reads headers only."""
     directory = Path(directory)
     if not (directory / METADATA_FILE).is_file():
         check_checkpoint(directory, shape, may_lack=may_lack)

@@ -168,11 +168,7 @@ def _find_member(owner: Any, name: str) -> Any:
 
 
 class ChunkReader:
-    """Reader of boxes of the global tensors of a checkpoint.
-
-    Raises:
-        UserError: not a distributed checkpoint, or unreadable `.metadata`.
-    """
+    """Reader of boxes of the global tensors of a checkpoint (UserError: none, or unreadable `.metadata`)."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

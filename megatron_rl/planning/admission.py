@@ -225,11 +225,7 @@ def _is_set(job: Job, setting: str) -> bool | str:
 
 
 def read_shape(path: Path, head: Head = "lm") -> ModelShape:
-    """Read the model shape from a model directory or a config.json.
-
-    Raises:
-        UserError: the file is missing, or the model is not supported.
-    """
+    """Read the model shape from a model directory or a config.json (UserError: missing or not supported)."""
     file = path / "config.json" if path.is_dir() else path
     config = read_json(file, "put it into shapes/ beside the recipe, or give tools/plan.py --hf-config DIR_OR_JSON")
     return model_shape_from_config(config, source=str(file), head=head)
@@ -297,11 +293,7 @@ def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> Us
 
 
 def check_fits(config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path | None = None) -> str:
-    """Refuse a job that cannot fit; else return a one-line summary of the fullest phase.
-
-    Raises:
-        UserError: a phase exceeds the memory, or the run's own checks refuse the config.
-    """
+    """Refuse a job that cannot fit or has a mistake (UserError); else return one line about the fullest phase."""
     job = read_job(config, spec, cluster, recipe)
     check_job(job)
     memory = compute_memory(job)

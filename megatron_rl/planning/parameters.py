@@ -285,11 +285,7 @@ def _count_shards(params: Iterable[Parameter], layout: ParallelLayout, rank: int
 
 
 def _lay_out(members: Sequence[Parameter], num_replicas: int, index: int) -> tuple[int, list[int]]:
-    """Lay out parameters in a buffer of the distributed optimizer.
-
-    Returns:
-        Elements of the buffer; per parameter, the elements that DP replica `index` owns.
-    """
+    """Return the elements of a distributed optimizer's buffer, and of each parameter those of DP replica `index`."""
     alignment = math.lcm(num_replicas, _BUCKET_ALIGNMENT)
     buckets: list[list[tuple[int, int]]] = [[]]  # [start, stop) of each parameter, relative to its bucket
     for parameter in reversed(members):
@@ -356,12 +352,7 @@ def count_staged_bytes(job: Job, rank: int) -> int:
 
 @lru_cache(maxsize=256)
 def compute_engine_bytes(shape: ModelShape, tp_size: int, itemsize: int, coded: bool = False) -> int:
-    """Compute the parameter bytes of an engine on one rank; TP ranks have equal shards.
-
-    Args:
-        itemsize: bytes per element.
-        coded: whether matrices are 8-bit codes with a scale per row.
-    """
+    """Compute the parameter bytes of any engine rank; `coded`: matrices are 8-bit codes with a scale per row."""
     likes = _find_likes(shape)
     small = replace(shape, num_layers=max(likes) + 1)
     matrices, sizes = list_matrices(small) if coded else frozenset(), defaultdict(int)

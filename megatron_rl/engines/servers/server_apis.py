@@ -68,12 +68,7 @@ class ServerApi:
         raise NotImplementedError
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Append an event of the stream to the answer.
-
-        Raises:
-            ServerFailure: a failure, or another policy version.
-            UserError: data that training needs is missing.
-        """
+        """Append an event to the answer (ServerFailure: a failure or other weights; UserError: data is missing)."""
         raise NotImplementedError
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:

@@ -46,10 +46,7 @@ KEPT_SETS = "kept_sets"  # in `SamplingParams.extra_args`
 
 @contextmanager
 def own_world(spec: EngineSpec, parallel_state: Any) -> Iterator[None]:
-    """Limit vLLM to the ranks of this engine, if the job has ranks without engines.
-
-    Collective over these ranks, after `align_group_names`.
-    """
+    """Limit vLLM to the ranks of this engine, if others have none; collective over them after `align_group_names`."""
     if spec.ranks is None or len(spec.ranks) == spec.process.world_size:
         yield
         return
