@@ -35,11 +35,7 @@ class FileRecord:
 
 
 class HashingFile:
-    """A new file, hashed while written and durable once closed.
-
-    Raises:
-        OSError: (every method) the file cannot be written.
-    """
+    """A new file, hashed while written and durable once closed; every method raises OSError if it cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.num_bytes, self.error = path, 0, None
@@ -237,12 +233,7 @@ def find_mtp_weights(model: Path) -> Path:
 
 
 def list_side_files(model: Path, tokenizer: Path | None = None) -> dict[str, Path]:
-    """Map names to paths of a model's side files.
-
-    Args:
-        model: directory in HF format, or a Megatron checkpoint.
-        tokenizer: a directory or sentencepiece file; `model` by default.
-    """
+    """Map names to paths of the side files of `model`, in HF or Megatron format; `tokenizer`: a directory or file."""
     model = find_model_files(model).absolute()  # a user's function may change the working directory
     tokenizer = tokenizer and tokenizer.absolute()
     found = {name: model / name for name in _MODEL_FILES}

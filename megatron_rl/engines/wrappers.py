@@ -83,12 +83,7 @@ class OneTurn(WaitingRequests):
 
 
 class AbsentEngine(WaitingRequests, EngineWeights):
-    """A stand-in on ranks without an engine.
-
-    Args:
-        keys: engine rank -> identifier of its placement table (`shard_key`).
-        tables: identifier -> boxes of that table.
-    """
+    """A stand-in on ranks without an engine; `keys`: engine rank -> `shard_key`, `tables`: key -> its boxes."""
 
     def __init__(self, keys: Mapping[int, Hashable], tables: Mapping[Hashable, Iterable[ShardBox]]) -> None:
         super().__init__()

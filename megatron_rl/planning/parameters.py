@@ -414,11 +414,7 @@ def _count_aliased_blocks(
     adapters: AdapterShape | None,
     coded: bool,
 ) -> tuple[Counter[int | None], int, int]:
-    """Count the elements of an engine rank's weights that share the actor's storage, by layer.
-
-    Returns:
-        Layer -> elements; elements outside layers (embedding, head) on the first and on the last pipeline stage.
-    """
+    """Count shared elements of an engine rank: by layer; outside of layers on the first, and on the last stage."""
     theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank, coded)
     # Both sides pad the vocabulary; storage can be shared only with equal padding.
     has_same_vocabulary = padded_vocab_size(shape.vocab_size, layout.tp_size) == padded_vocab_size(shape.vocab_size, 1)
