@@ -254,14 +254,7 @@ class RunContent:
 
 
 def make_manifest(content: RunContent, roles: Mapping[str, SavedRole], *, with_optimizer: bool) -> dict[str, Any]:
-    """Build this rank's part of a checkpoint's manifest, as a copy that later training does not change.
-
-    Args:
-        roles: names of the roles whose first rank this is.
-
-    Raises:
-        TypeError: `content.state` is not serializable as JSON.
-    """
+    """Build this rank's part of a manifest, as a copy, with roles that it is first in (TypeError: state is no JSON)."""
     return json.loads(
         json.dumps(
             begin_manifest("training", content.step)

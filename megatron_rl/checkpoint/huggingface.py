@@ -282,11 +282,7 @@ _KEYS = (*MTP_KEYS, "mtp_num_hidden_layers")
 
 
 def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collection[str] = ()) -> None:
-    """Check names and shapes of the tensors against the config; reads headers only.
-
-    Raises:
-        UserError: names the first missing (unless in `may_lack`) or mismatched tensors, or a head of another kind.
-    """
+    """Check tensors' headers against the config (UserError: missing, unless in `may_lack`, or of another kind)."""
     directory = Path(directory)
     files, wanted = ModelFiles(directory), shape.logical_tensors()
     _check_head(directory, files, shape, may_lack)

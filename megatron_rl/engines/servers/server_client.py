@@ -193,12 +193,7 @@ class ServerClient:
             self._news.put(error)
 
     def take(self, seconds: float) -> list[Sampled]:
-        """Return finished responses, after at most `seconds`.
-
-        Raises:
-            ServerFailure: one request failed; others are unaffected.
-            UserError: the server refused one.
-        """
+        """Return responses finished within `seconds` (ServerFailure: one failed, UserError: one was refused)."""
         found: list[Sampled] = []
         with contextlib.suppress(queue.Empty):
             news = self._news.get(timeout=seconds)
