@@ -291,6 +291,11 @@ def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collect
         expected = wanted.get(name, found)
         if found != expected:
             wrong.append(f"{name} is {list(found)}, config.json says {list(expected)}")
+    refuse_mismatch(wrong, directory)
+
+
+def refuse_mismatch(wrong: Sequence[str], directory: Path) -> None:
+    """Refuse a checkpoint with tensors that do not match, if any; `wrong`: a phrase for each (UserError)."""
     if wrong:
         raise UserError(
             f"{len(wrong)} tensor(s) do not match: {'; '.join(wrong[:3])}",

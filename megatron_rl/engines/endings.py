@@ -28,9 +28,6 @@ class Thoughts:
     Args:
         closing: text with the closing tag, such as </think>.
 
-    Attributes:
-        closing: [s] int32 tokens of that text.
-
     Raises:
         UserError: no closing tag, or the tokenizer cannot encode it.
     """
@@ -39,7 +36,7 @@ class Thoughts:
         found = _CLOSING_TAG.search(closing)
         tag = found.group() if found else ""
         self._tags, self._tokenizer = (tag.replace("/", ""), tag), tokenizer
-        self.closing = np.array(tokenizer.encode(closing), np.int32)
+        self.closing = np.array(tokenizer.encode(closing), np.int32)  # [s] int32 tokens of that text
         if not tag or tag not in self._read(self.closing.tolist()):
             raise UserError(
                 f"the text {closing!r} ends no thought: its tokens are {self.closing.tolist()}",

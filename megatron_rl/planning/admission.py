@@ -163,13 +163,7 @@ def find_nearest(job: Job, candidates: list[Candidate]) -> Candidate | None:
 
 
 def _distance(a: Choice, b: Choice) -> float:
-    sizes = (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-        "rollout_tensor_model_parallel_size",
-        "context_parallel_size",
-    )
+    sizes = [name for name in asdict(a) if name.endswith("parallel_size") and not name.startswith("virtual")]
     doublings = sum(abs(math.log2(getattr(a, name) / getattr(b, name))) for name in sizes)
     switches = sum(getattr(a, name) != getattr(b, name) for name in ("recompute_granularity", "offload"))
     return doublings + switches
