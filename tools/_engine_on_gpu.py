@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.vllm.vllm_library import prepare_vllm, register_codes, register_loader, register_model
-from megatron_rl.engines.vllm.vllm_settings import check_options, list_engine_arguments, list_engine_environment
+from megatron_rl.engines.vllm.vllm_settings import check_installed, list_engine_arguments, list_engine_environment
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.planning.admission import find_shape, read_shape
 from megatron_rl.run.loading import load_config
@@ -86,7 +86,7 @@ def configure_engine(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, 
         )
         shutil.copy(file, Path(directory) / "config.json")
         check_engine(shape, config.rollout.engine, config.rollout.quantization, spec.adapters)
-        check_options(config.rollout.engine_options)
+        check_installed(shape, config.rollout)
         register_model(vllm, spec)
         register_codes(spec)
         register_loader(lambda model: None)

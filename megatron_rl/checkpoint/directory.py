@@ -61,11 +61,7 @@ def list_steps(root: Path) -> list[tuple[int, Path]]:
 
 
 def read_manifest(directory: Path, setting: str | None = None) -> dict[str, Any]:
-    """Return the content of manifest.json; `setting` names the directory.
-
-    Raises:
-        UserError: it is missing, unreadable, or from a newer version of this package.
-    """
+    """Return manifest.json (UserError: missing, unreadable or too new); `setting`: what names the directory."""
     path = directory / MANIFEST_FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -258,14 +254,7 @@ class RunContent:
 
 
 def make_manifest(content: RunContent, roles: Mapping[str, SavedRole], *, with_optimizer: bool) -> dict[str, Any]:
-    """Build this rank's part of a checkpoint's manifest, as a copy that later training does not change.
-
-    Args:
-        roles: names of the roles whose first rank this is.
-
-    Raises:
-        TypeError: `content.state` is not serializable as JSON.
-    """
+    """Build this rank's part of a manifest, as a copy, with roles that it is first in (TypeError: state is no JSON)."""
     return json.loads(
         json.dumps(
             begin_manifest("training", content.step)
@@ -364,11 +353,7 @@ def seal(partial: Path, manifest: dict[str, Any], records: Sequence[FileRecord])
 
 
 def check_model(saved: Mapping[str, Any], shape: ModelShape | AdapterShape, directory: Path) -> None:
-    """Check that a checkpoint with the shape `saved` belongs to the model or adapters in use.
-
-    Raises:
-        UserError: names the differing fields (e.g. the vocabulary).
-    """
+    """Refuse a checkpoint of another model or adapters than those in use (UserError, names what differs)."""
     wanted = json.loads(json.dumps(dataclasses.asdict(shape)))
     if ("base" in saved) != ("base" in wanted):
         kinds = ("a whole model", "adapters of low rank")

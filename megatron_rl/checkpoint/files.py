@@ -35,11 +35,7 @@ class FileRecord:
 
 
 class HashingFile:
-    """A new file, hashed while written and durable once closed.
-
-    Raises:
-        OSError: (every method) the file cannot be written.
-    """
+    """A new file, hashed while written and durable once closed; every method raises OSError if it cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.num_bytes, self.error = path, 0, None
@@ -109,11 +105,7 @@ def publish(partial: Path, directory: Path) -> None:
 
 
 def read_digests(directory: Path) -> dict[str, str]:
-    """Return the digests in a directory's SHA256SUMS: relative path -> SHA-256.
-
-    Raises:
-        UserError: the file is missing or unreadable.
-    """
+    """Return the digests in a directory's SHA256SUMS: relative path -> SHA-256 (UserError: missing or unreadable)."""
     try:
         lines = (directory / DIGESTS_FILE).read_text(encoding="utf-8").splitlines()
         pairs = [line.split("  ", 1) for line in lines]
@@ -241,12 +233,7 @@ def find_mtp_weights(model: Path) -> Path:
 
 
 def list_side_files(model: Path, tokenizer: Path | None = None) -> dict[str, Path]:
-    """Map names to paths of a model's side files.
-
-    Args:
-        model: directory in HF format, or a Megatron checkpoint.
-        tokenizer: a directory or sentencepiece file; `model` by default.
-    """
+    """Map names to paths of the side files of `model`, in HF or Megatron format; `tokenizer`: a directory or file."""
     model = find_model_files(model).absolute()  # a user's function may change the working directory
     tokenizer = tokenizer and tokenizer.absolute()
     found = {name: model / name for name in _MODEL_FILES}
@@ -269,11 +256,7 @@ def copy_side_files(files: Mapping[str, Path], directory: Path) -> list[FileReco
 
 
 def check_vocabulary(saved: Path, files: Mapping[str, Path]) -> None:
-    """Check that the tokenizer in `saved`, a checkpoint's `config/`, equals the one in use.
-
-    Raises:
-        UserError: a file that defines token ids differs.
-    """
+    """Refuse a tokenizer that differs from that in `saved`, a checkpoint's `config/`, in token ids (UserError)."""
     for name in _DEFINE_IDS:
         if name in files and (saved / name).is_file() and files[name].read_bytes() != (saved / name).read_bytes():
             raise UserError(

@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -155,21 +156,14 @@ _Headers = dict[str, tuple[tuple[int, ...], str]]
 
 
 class ModelFiles(Mapping[str, Path]):
-    """Mapping from logical tensor to file.
-
-    Attributes:
-        names: name in the files of every unpacked or packed tensor; `stored` is its file.
-        parts: place in a packed tensor of every logical tensor that is packed.
-
-    Raises:
-        UserError: see `index_safetensors`; or MXFP4 blocks without scales.
-    """
+    """Mapping from logical tensor to file (UserError: see `index_safetensors`; or MXFP4 blocks without scales)."""
 
     def __init__(self, directory: Path) -> None:
         stored, config = index_safetensors(directory), directory / "config.json"
         # Tensor names do not determine how experts are packed.
         family = FAMILIES.get(str(read_config(config).get("model_type"))) if config.is_file() else None
-        self.names = {name: name for name in stored}  # logical name -> name in the files
+        # Name in the files of every unpacked or packed tensor; `stored` is its file.
+        self.names = {name: name for name in stored}
         if family is not None and family.image_text is not None:
             self.names = {
                 re.sub(r"^model\.language_model\.", "model.", name): name
@@ -178,7 +172,7 @@ class ModelFiles(Mapping[str, Path]):
             }
         self.stored = {text: stored[name] for text, name in self.names.items()}
         self._files = dict(self.stored)
-        self.parts: dict[str, PackedPart] = {}
+        self.parts: dict[str, PackedPart] = {}  # place in a packed tensor of every logical tensor that is packed
         packing = family.experts.packing if family is not None and family.experts is not None else None
         if packing is not None:
             self._unpack(directory, in_halves=packing == "halves")
@@ -288,11 +282,7 @@ _KEYS = (*MTP_KEYS, "mtp_num_hidden_layers")
 
 
 def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collection[str] = ()) -> None:
-    """Check names and shapes of the tensors against the config; reads headers only.
-
-    Raises:
-        UserError: names the first missing (unless in `may_lack`) or mismatched tensors, or a head of another kind.
-    """
+    """Check tensors' headers against the config (UserError: missing, unless in `may_lack`, or of another kind)."""
     directory = Path(directory)
     files, wanted = ModelFiles(directory), shape.logical_tensors()
     _check_head(directory, files, shape, may_lack)
@@ -301,6 +291,11 @@ def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collect
         expected = wanted.get(name, found)
         if found != expected:
             wrong.append(f"{name} is {list(found)}, config.json says {list(expected)}")
+    refuse_mismatch(wrong, directory)
+
+
+def refuse_mismatch(wrong: Sequence[str], directory: Path) -> None:
+    """Refuse a checkpoint with tensors that do not match, if any; `wrong`: a phrase for each (UserError)."""
     if wrong:
         raise UserError(
             f"{len(wrong)} tensor(s) do not match: {'; '.join(wrong[:3])}",
@@ -361,18 +356,14 @@ def load_huggingface(
 ) -> None:
     """Fill `params` in place from a model in HF format; padding and missing tensors in `may_lack` become zero."""
     files = ModelFiles(Path(directory))
-    by_file: dict[Path, list[ShardBox]] = {}
-    for placement in placements:
-        if placement.hf_name in may_lack and placement.hf_name not in files:
-            continue
-        by_file.setdefault(files[placement.hf_name], []).append(placement)
+    wanted = [p for p in placements if p.hf_name in files or p.hf_name not in may_lack]
     for tensor in params.values():
         tensor.zero_()
-    for wanted in by_file.values():
+    for _, held in groupby(sorted(wanted, key=lambda p: files[p.hf_name]), key=lambda p: files[p.hf_name]):
         with files.open() as handle:
-            for placement in wanted:
-                piece = handle.get_slice(placement.hf_name)[box_slices(placement.hf_box)]
-                params[placement.param][box_slices(placement.local_box)].copy_(piece)
+            for p in held:
+                piece = handle.get_slice(p.hf_name)[box_slices(p.hf_box)]
+                params[p.param][box_slices(p.local_box)].copy_(piece)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
+from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface, refuse_mismatch
 from megatron_rl.checkpoint.torch_dist import METADATA_FILE, ChunkReader
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.planner import group_shards
@@ -106,11 +106,7 @@ def choose_saved(role: SavedRole, holders: Holders, rank: int) -> list[ShardBox]
 
 
 def check_weights(directory: str | Path, shape: ModelShape, may_lack: Collection[str] = ()) -> None:
-    """Check weights in HF or Megatron format against the model's config; reads headers only.
-
-    Raises:
-        UserError: names the first missing (unless in `may_lack`) or mismatched tensors.
-    """
+    """Check weights in HF or Megatron format against the config (UserError: names tensors); reads headers only."""
     directory = Path(directory)
     if not (directory / METADATA_FILE).is_file():
         check_checkpoint(directory, shape, may_lack=may_lack)
@@ -139,13 +135,7 @@ def check_global_shapes(reader: ChunkReader, table: Table, weights: Path) -> Non
         )
         if found != shape and not is_padded:
             wrong.append(f"{key} is {list(found) if found else 'missing'}, config.json says {list(shape)}")
-    if wrong:
-        raise UserError(
-            f"{len(wrong)} tensor(s) do not match: {'; '.join(wrong[:3])}",
-            source=str(weights),
-            expected="the tensors that config.json describes",
-            hint="config.json and checkpoint belong to two models",
-        )
+    refuse_mismatch(wrong, weights)
 
 
 @torch.no_grad()

@@ -86,31 +86,18 @@ class _Pending:
         return explain(error, Scene(rank, self.content.step, "save", Path("logs", f"rank{rank}.log")))
 
 
+@dataclass(eq=False)
 class CheckpointSaver:
-    """Writer of the checkpoints of one run.
+    """Writer of the checkpoints of one run."""
 
-    Args:
-        root: `<run_dir>/checkpoints`.
-        group: all ranks, with a backend for CPU tensors.
-        async_save: write in the background; while it is `pending`, `poll` must be called regularly.
-        keep_last: newest checkpoints to keep; `None` keeps all.
-        report: called on every rank with each outcome.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        group: dist.ProcessGroup,
-        *,
-        async_save: bool,
-        keep_last: int | None,
-        keep_best: bool,
-        report: Callable[[SaveOutcome], None],
-    ) -> None:
-        self._root, self._group, self._report = root, group, report
-        self._async, self._keep_last, self._keep_best = async_save, keep_last, keep_best
-        self.pending: tuple[_Pending, threading.Thread] | None = None  # the save in progress, and its thread
-        self._blocked = 0.0  # seconds that training has waited for the pending save
+    root: Path  # `<run_dir>/checkpoints`
+    group: dist.ProcessGroup  # all ranks, with a backend for CPU tensors
+    async_save: bool  # write in the background; while a save is `pending`, `poll` must be called regularly
+    keep_last: int | None  # newest checkpoints to keep; `None` keeps all
+    keep_best: bool
+    report: Callable[[SaveOutcome], None]  # called on every rank with each outcome
+    pending: tuple[_Pending, threading.Thread] | None = field(default=None, init=False)  # the save in progress
+    _blocked: float = field(default=0.0, init=False)  # seconds that training has waited for the pending save
 
     def save(
         self,
@@ -132,8 +119,8 @@ class CheckpointSaver:
         """
         self.wait()
         started = time.monotonic()
-        partial = self._root / f"step_{content.step}.partial"
-        led = {name: role for name, role in roles.items() if role.model.groups.layout.first_rank == self._group.rank()}
+        partial = self.root / f"step_{content.step}.partial"
+        led = {name: role for name, role in roles.items() if role.model.groups.layout.first_rank == self.group.rank()}
         manifest = make_manifest(content, led, with_optimizer=with_optimizer)
         pending = _Pending(content, manifest, partial, is_best, started)
 
@@ -144,7 +131,7 @@ class CheckpointSaver:
                 (partial / folder).mkdir(parents=True)
 
         try:
-            do_on_first(self._group, prepare)
+            do_on_first(self.group, prepare)
             if export is not None:
                 export(partial / "huggingface")
         except Exception as error:
@@ -152,13 +139,13 @@ class CheckpointSaver:
             if raised_on is None:
                 raise  # raised on this rank alone: all other ranks wait in a collective
             return self._finish(pending, pending.explain(error, raised_on))
-        pieces, rank = {}, self._group.rank()
+        pieces, rank = {}, self.group.rank()
         alone = (rank_state or {"rng": read_rng()}) if with_optimizer else {}
         with pending.keeping_error(rank):
             pieces = {name: list_pieces(role, rank, with_optimizer) for name, role in roles.items()}
-            if self._async:
+            if self.async_save:
                 pieces = {name: [copy_to_host(piece) for piece in found] for name, found in pieces.items()}
-        if self._async:
+        if self.async_save:
             arguments = pending, pieces, alone, rank
             thread = threading.Thread(target=_write, args=arguments, name="checkpoint", daemon=True)
             thread.start()
@@ -172,7 +159,7 @@ class CheckpointSaver:
         assert self.pending is not None
         pending, thread = self.pending
         is_done = torch.tensor(int(not thread.is_alive()))
-        dist.all_reduce(is_done, dist.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(is_done, dist.ReduceOp.MIN, group=self.group)
         if is_done:
             self._commit(pending)
 
@@ -187,33 +174,33 @@ class CheckpointSaver:
     def _commit(self, pending: _Pending) -> None:
         began, deleted, num_bytes = time.monotonic(), [], 0
         try:
-            raise_together(pending.error, self._group)
-            parts: list[Any] = [None] * self._group.size() if self._group.rank() == 0 else []
+            raise_together(pending.error, self.group)
+            parts: list[Any] = [None] * self.group.size() if self.group.rank() == 0 else []
             mine = pending.chunks, pending.records, pending.manifest["roles"]
-            dist.gather_object(mine, parts or None, group=self._group, group_dst=0)
-            if self._group.rank() == 0:
+            dist.gather_object(mine, parts or None, group=self.group, group_dst=0)
+            if self.group.rank() == 0:
                 with pending.keeping_error(0):
                     num_bytes = finish_directory(pending.partial, pending.manifest, pending.content, parts)
-                    point_at(self._root, "latest", pending.content.step)
+                    point_at(self.root, "latest", pending.content.step)
                     if pending.is_best:
-                        point_at(self._root, "best", pending.content.step)
-                    deleted = prune(self._root, self._keep_last, self._keep_best)
-            raise_together(pending.error, self._group)
+                        point_at(self.root, "best", pending.content.step)
+                    deleted = prune(self.root, self.keep_last, self.keep_best)
+            raise_together(pending.error, self.group)
         except UserError as caught:
             return self._finish(pending, caught)
         self._blocked += time.monotonic() - began
-        found = share_object((num_bytes, tuple(deleted)), self._group, dist.get_global_rank(self._group, 0))
+        found = share_object((num_bytes, tuple(deleted)), self.group, dist.get_global_rank(self.group, 0))
         return self._finish(pending, None, *found)
 
     def _finish(
         self, pending: _Pending, error: UserError | None, num_bytes: int = 0, deleted: tuple[int, ...] = ()
     ) -> None:
-        if error is not None and self._group.rank() == 0:
+        if error is not None and self.group.rank() == 0:
             shutil.rmtree(pending.partial, ignore_errors=True)
         seconds = time.monotonic() - pending.started
         blocked, self.pending = seconds if self.pending is None else self._blocked, None
-        directory = self._root / f"step_{pending.content.step}"
-        self._report(SaveOutcome(pending.content.step, directory, seconds, blocked, num_bytes, deleted, error))
+        directory = self.root / f"step_{pending.content.step}"
+        self.report(SaveOutcome(pending.content.step, directory, seconds, blocked, num_bytes, deleted, error))
 
 
 def save_now(

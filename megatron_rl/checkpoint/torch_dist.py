@@ -79,11 +79,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class ChunkWriter(HashingFile):
-    """Writer of one `.distcp` file; `close` makes it durable.
-
-    Raises:
-        OSError: (every method) the file cannot be written.
-    """
+    """Writer of one `.distcp` file; `close` makes it durable. Every method raises OSError if it cannot be written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -116,14 +112,7 @@ class ChunkWriter(HashingFile):
 
 
 def write_index(directory: Path, chunks: Iterable[Chunk], common: dict[str, Any]) -> list[FileRecord]:
-    """Write the index files that make a directory of chunk files a distributed checkpoint.
-
-    Args:
-        chunks: of all files; they must cover their tensors.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write the index of a distributed checkpoint (OSError); `chunks`: of all files, covering their tensors."""
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for chunk in chunks:
@@ -168,11 +157,7 @@ def _find_member(owner: Any, name: str) -> Any:
 
 
 class ChunkReader:
-    """Reader of boxes of the global tensors of a checkpoint.
-
-    Raises:
-        UserError: not a distributed checkpoint, or unreadable `.metadata`.
-    """
+    """Reader of boxes of the global tensors of a checkpoint (UserError: none, or unreadable `.metadata`)."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -211,11 +196,7 @@ class ChunkReader:
 
     @torch.no_grad()
     def read(self, key: str, box: Box, target: torch.Tensor) -> None:
-        """Fill `target` with a box of a tensor, converted to its dtype; `target` may omit leading dimensions.
-
-        Raises:
-            UserError: the box is incomplete, or a file is missing or damaged.
-        """
+        """Fill `target`, which may omit leading dimensions, from a box (UserError: incomplete, missing or damaged)."""
         target, filled = target[(None,) * (len(box) - target.ndim)], 0
         for chunk in self.chunks(key, box):
             part = intersect(chunk.box, box)

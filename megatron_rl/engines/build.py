@@ -55,11 +55,7 @@ def describe_engine(config: RolloutConfig, device: torch.device, records_routes:
 
 
 def build_engine(spec: EngineSpec) -> BuiltEngine:
-    """Build the engine named by `rollout.engine`; collective over its ranks.
-
-    Raises:
-        UserError: unknown name or unsuitable layout.
-    """
+    """Build the engine that `rollout.engine` names (UserError: unknown or unsuitable layout); collective."""
     make: EngineMaker = find_engine(spec.config.engine).make
     tp_size = spec.config.tensor_model_parallel_size
     if tp_size > 1:

@@ -28,9 +28,6 @@ class Thoughts:
     Args:
         closing: text with the closing tag, such as </think>.
 
-    Attributes:
-        closing: [s] int32 tokens of that text.
-
     Raises:
         UserError: no closing tag, or the tokenizer cannot encode it.
     """
@@ -39,7 +36,7 @@ class Thoughts:
         found = _CLOSING_TAG.search(closing)
         tag = found.group() if found else ""
         self._tags, self._tokenizer = (tag.replace("/", ""), tag), tokenizer
-        self.closing = np.array(tokenizer.encode(closing), np.int32)
+        self.closing = np.array(tokenizer.encode(closing), np.int32)  # [s] int32 tokens of that text
         if not tag or tag not in self._read(self.closing.tolist()):
             raise UserError(
                 f"the text {closing!r} ends no thought: its tokens are {self.closing.tolist()}",
@@ -63,12 +60,7 @@ _MORE_TOKENS = 8  # special tokens, and the first token, whose leading space som
 
 
 class StopStrings:
-    """A detector of stop strings.
-
-    Args:
-        strings: at least one, all non-empty.
-        decode: token ids -> text.
-    """
+    """A detector of stop strings, at least one, all non-empty; `decode`: token ids -> text."""
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]) -> None:
         self._strings, self._decode = tuple(strings), decode
@@ -85,10 +77,7 @@ class StopStrings:
         return self._decode(tokens)[:end]
 
     def _find(self, tokens: list[int]) -> int | None:
-        """Return the start (character index) of the stop string that the last token completes, or `None`.
-
-        Of several completed strings, the first to end counts.
-        """
+        """Return the start of the stop string that the last token completes, the first to end, or `None`."""
         before, text = len(self._decode(tokens[:-1]).rstrip(_BROKEN)), self._decode(tokens)
         starts = {string: text.find(string, max(0, before - len(string) + 1)) for string in self._strings}
         found = [string for string, start in starts.items() if start >= 0]

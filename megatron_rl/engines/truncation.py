@@ -58,12 +58,7 @@ def truncate(
 
 
 def check_kept_sets(response: Sampled, has_whole: bool, source: str) -> None:
-    """Refuse a response whose tokens are not in the sets that they were drawn from (UserError).
-
-    Args:
-        has_whole: an empty set stands for the whole vocabulary.
-        source: engine and request, for the error.
-    """
+    """Refuse tokens outside of the sets drawn from (UserError); `has_whole`: an empty set is the whole vocabulary."""
     kept = response.kept
     if kept is not None and len(kept.counts) == len(response.tokens) and kept.counts.sum() == len(kept.ids):
         rows = np.repeat(np.arange(len(kept.counts)), kept.counts)

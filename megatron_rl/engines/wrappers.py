@@ -73,10 +73,7 @@ class OneTurn(WaitingRequests):
         self.tokens_in_flight, self.close = engine.tokens_in_flight, engine.close
 
     def step(self) -> list[Sampled]:
-        """Generate the responses to a batch of waiting requests.
-
-        Surplus responses repeat the last key, so that the caller refuses them.
-        """
+        """Generate the responses to a batch of waiting requests; surplus ones repeat the last key, which is refused."""
         batch = self.take_batch()
         if not batch:
             return []
@@ -86,12 +83,7 @@ class OneTurn(WaitingRequests):
 
 
 class AbsentEngine(WaitingRequests, EngineWeights):
-    """A stand-in on ranks without an engine.
-
-    Args:
-        keys: engine rank -> identifier of its placement table (`shard_key`).
-        tables: identifier -> boxes of that table.
-    """
+    """A stand-in on ranks without an engine; `keys`: engine rank -> `shard_key`, `tables`: key -> its boxes."""
 
     def __init__(self, keys: Mapping[int, Hashable], tables: Mapping[Hashable, Iterable[ShardBox]]) -> None:
         super().__init__()
@@ -153,10 +145,7 @@ class ThinkingBudget:
         return self._engine.tokens_in_flight() + sum(len(begun.tokens) for begun in [*self._begun.values()])
 
     def _limit(self, request: Request) -> Request:
-        """Limit a request to its remaining thinking budget.
-
-        Return it unchanged if the budget is spent or the closing tokens would not fit.
-        """
+        """Limit a request to its thinking budget, unless it is spent or the closing tokens would not fit."""
         budget, most = request.sampling.thinking_budget, request.sampling.max_tokens
         left = most if budget is None else budget - request.num_sampled
         if left < 1 or left + len(self._thoughts.closing) >= most:

@@ -309,11 +309,7 @@ def write_rows(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> N
 
 
 def write_summary(run_dir: Path, extra: Mapping[str, Any] | None = None) -> Path:
-    """Write summary.json from metrics.jsonl, with extra entries (JSON values), and return its path.
-
-    Raises:
-        UserError: metrics.jsonl is missing or unreadable.
-    """
+    """Write summary.json from metrics.jsonl (UserError: unreadable) with extra JSON entries, and return its path."""
     path = Path(run_dir) / SUMMARY_FILE
     summary = {**summarize(read_metrics(run_dir)), **(extra or {})}
     replace_text(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
@@ -348,10 +344,7 @@ def summarize(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def find_best_responses(run_dir: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Return the last step of a run and the rows of its `NUM_BEST` best-rewarded responses at most, the best first.
-
-    Among equal rewards, responses to different prompts come first.
-    """
+    """Return a run's last step and its `NUM_BEST` best rows, the best first; of equals, different prompts first."""
     step = max(map(step_of, read_metrics(run_dir)), default=0)
     path = Path(run_dir) / ROLLOUTS / f"step_{step}.jsonl"
     if not path.exists():

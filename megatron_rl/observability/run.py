@@ -270,11 +270,7 @@ class Run:
             replace_text(self.dir / STOPPED_FILE, json.dumps(content) + "\n")
 
     def is_best(self, metrics: Mapping[str, float], name: str | None) -> bool:
-        """Return True, and store the value, if the named metric is the highest so far.
-
-        Raises:
-            UserError: `metrics` lacks the metric.
-        """
+        """Return True, and store it, if the named metric is the highest so far (UserError if it was not measured)."""
         if name is None:
             return False
         if name not in metrics:
@@ -423,12 +419,7 @@ def _gradient(courses: _Courses, growth: float, key: str) -> str | None:
 
 
 def _components(courses: _Courses, is_wanted: bool, *keys: str) -> str | None:
-    """Return the alarm's sentence if one component of the reward rises while another falls, else `None`.
-
-    Args:
-        is_wanted: `components` of the health settings; `False` disables the alarm.
-        keys: metrics, of which `reward/<component>` are compared.
-    """
+    """Tell if a component rises while another falls; `is_wanted`: `components` of the health settings."""
     trends = {name: courses.trend(key, _PARTS) for key in keys if "/" not in (name := key.removeprefix("reward/"))}
     rising, falling = ([name for name in trends if trends[name] == way] for way in (1, -1))
     if not is_wanted or not rising or not falling:

@@ -364,8 +364,9 @@ def keep_random_streams() -> Iterator[None]:
 _STREAM = "megatron."  # prefix of megatron-core's named streams
 
 
-def _get_streams() -> Any:
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # this module is loaded without megatron-core
+def get_streams() -> Any:
+    """Return the tracker of megatron-core's named random streams, which this module imports only when it is called."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     return get_cuda_rng_tracker()
 
@@ -384,7 +385,7 @@ def read_rng() -> dict[str, torch.Tensor]:
     }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    for name, state in _get_streams().get_states().items():
+    for name, state in get_streams().get_states().items():
         # with CUDA graphs a stream is a generator registered with the graphs, else its state
         states[_STREAM + name] = state.get_state() if isinstance(state, torch.Generator) else state
     return states
@@ -400,7 +401,7 @@ def restore_rng(states: dict[str, torch.Tensor]) -> None:
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, states["numpy.gauss"].item()))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    tracker = _get_streams()
+    tracker = get_streams()
     known = tracker.get_states()
     saved = {name.removeprefix(_STREAM): state for name, state in states.items() if name.startswith(_STREAM)}
     for name in known.keys() & saved.keys():

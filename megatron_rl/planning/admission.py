@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 
@@ -69,18 +69,10 @@ class Candidate:
 
 def describe_choice(job: Job) -> Choice:
     """Return the layout of a job as a choice."""
-    actor = job.config.actor
-    return Choice(
-        actor.tensor_model_parallel_size,
-        actor.pipeline_model_parallel_size,
-        actor.virtual_pipeline_model_parallel_size,
-        actor.context_parallel_size,
-        actor.expert_model_parallel_size,
-        actor.sequence_parallel,
-        actor.recompute_granularity,
-        all(bool(_is_set(job, setting)) for setting in _offload_settings(job)),
-        job.config.rollout.tensor_model_parallel_size,
-    )
+    actor, rollout = job.config.actor, job.config.rollout
+    settings = {item.name: getattr(actor, item.name) for item in fields(Choice) if hasattr(actor, item.name)}
+    offload = all(bool(_is_set(job, setting)) for setting in _offload_settings(job))
+    return Choice(**settings, offload=offload, rollout_tensor_model_parallel_size=rollout.tensor_model_parallel_size)
 
 
 def check_job(job: Job) -> BatchPlan:
@@ -171,13 +163,7 @@ def find_nearest(job: Job, candidates: list[Candidate]) -> Candidate | None:
 
 
 def _distance(a: Choice, b: Choice) -> float:
-    sizes = (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-        "rollout_tensor_model_parallel_size",
-        "context_parallel_size",
-    )
+    sizes = [name for name in asdict(a) if name.endswith("parallel_size") and not name.startswith("virtual")]
     doublings = sum(abs(math.log2(getattr(a, name) / getattr(b, name))) for name in sizes)
     switches = sum(getattr(a, name) != getattr(b, name) for name in ("recompute_granularity", "offload"))
     return doublings + switches
@@ -233,11 +219,7 @@ def _is_set(job: Job, setting: str) -> bool | str:
 
 
 def read_shape(path: Path, head: Head = "lm") -> ModelShape:
-    """Read the model shape from a model directory or a config.json.
-
-    Raises:
-        UserError: the file is missing, or the model is not supported.
-    """
+    """Read the model shape from a model directory or a config.json (UserError: missing or not supported)."""
     file = path / "config.json" if path.is_dir() else path
     config = read_json(file, "put it into shapes/ beside the recipe, or give tools/plan.py --hf-config DIR_OR_JSON")
     return model_shape_from_config(config, source=str(file), head=head)
@@ -305,11 +287,7 @@ def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> Us
 
 
 def check_fits(config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path | None = None) -> str:
-    """Refuse a job that cannot fit; else return a one-line summary of the fullest phase.
-
-    Raises:
-        UserError: a phase exceeds the memory, or the run's own checks refuse the config.
-    """
+    """Refuse a job that cannot fit or has a mistake (UserError); else return one line about the fullest phase."""
     job = read_job(config, spec, cluster, recipe)
     check_job(job)
     memory = compute_memory(job)

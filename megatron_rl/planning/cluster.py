@@ -130,12 +130,7 @@ def build_job(
     shape: ModelShape,
     scoring: Mapping[str, ModelShape] | None = None,
 ) -> Job:
-    """Assign a shape to each model of a run.
-
-    Args:
-        shape: the policy.
-        scoring: role -> shape for models with their own path.
-    """
+    """Assign a shape to each model of a run: `shape` of the policy, or in `scoring` by role."""
     scores = replace(shape, has_score_head=True, tied_embeddings=False)
     default = {role.name: shape if role.head == "logprob" else scores for role in spec.laid_out}
     shapes = default | dict(scoring or {})

@@ -414,11 +414,7 @@ def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_p
 
 
 def _count_exchanged(layout: ParallelLayout, own: int) -> float:
-    """Count the copies of a token's hidden state that an MoE layer holds on a rank, per chosen expert.
-
-    Args:
-        own: copies in the experts, besides buffers of the token exchange.
-    """
+    """Count a token's hidden states on a rank in an MoE layer, per chosen expert; `own`: those in the experts."""
     split = layout.expert_tp_size
     return (own * split + 1 + (layout.ep_size > 1) + (split > 1)) / layout.tp_size
 

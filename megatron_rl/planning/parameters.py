@@ -285,11 +285,7 @@ def _count_shards(params: Iterable[Parameter], layout: ParallelLayout, rank: int
 
 
 def _lay_out(members: Sequence[Parameter], num_replicas: int, index: int) -> tuple[int, list[int]]:
-    """Lay out parameters in a buffer of the distributed optimizer.
-
-    Returns:
-        Elements of the buffer; per parameter, the elements that DP replica `index` owns.
-    """
+    """Return the elements of a distributed optimizer's buffer, and of each parameter those of DP replica `index`."""
     alignment = math.lcm(num_replicas, _BUCKET_ALIGNMENT)
     buckets: list[list[tuple[int, int]]] = [[]]  # [start, stop) of each parameter, relative to its bucket
     for parameter in reversed(members):
@@ -356,12 +352,7 @@ def count_staged_bytes(job: Job, rank: int) -> int:
 
 @lru_cache(maxsize=256)
 def compute_engine_bytes(shape: ModelShape, tp_size: int, itemsize: int, coded: bool = False) -> int:
-    """Compute the parameter bytes of an engine on one rank; TP ranks have equal shards.
-
-    Args:
-        itemsize: bytes per element.
-        coded: whether matrices are 8-bit codes with a scale per row.
-    """
+    """Compute the parameter bytes of any engine rank; `coded`: matrices are 8-bit codes with a scale per row."""
     likes = _find_likes(shape)
     small = replace(shape, num_layers=max(likes) + 1)
     matrices, sizes = list_matrices(small) if coded else frozenset(), defaultdict(int)
@@ -423,11 +414,7 @@ def _count_aliased_blocks(
     adapters: AdapterShape | None,
     coded: bool,
 ) -> tuple[Counter[int | None], int, int]:
-    """Count the elements of an engine rank's weights that share the actor's storage, by layer.
-
-    Returns:
-        Layer -> elements; elements outside layers (embedding, head) on the first and on the last pipeline stage.
-    """
+    """Count shared elements of an engine rank: by layer; outside of layers on the first, and on the last stage."""
     theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank, coded)
     # Both sides pad the vocabulary; storage can be shared only with equal padding.
     has_same_vocabulary = padded_vocab_size(shape.vocab_size, layout.tp_size) == padded_vocab_size(shape.vocab_size, 1)

@@ -16,11 +16,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def build_layout(config: LayoutConfig, world_size: int, first_rank: int = 0) -> ParallelLayout:
-    """Build the layout of a config section on `world_size` ranks.
-
-    Raises:
-        UserError: the sizes do not divide the number of ranks.
-    """
+    """Build the layout of a config section on `world_size` ranks (UserError if its sizes do not divide them)."""
     layout = ParallelLayout(
         world_size,
         first_rank=first_rank,

@@ -12,15 +12,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_rl.parallel.collectives import read_rng, restore_rng
+from megatron_rl.parallel.collectives import get_streams, read_rng, restore_rng
 
 
 @pytest.fixture(autouse=True)
 def streams() -> Iterator[dict[str, torch.Tensor | torch.Generator]]:
     """One stream as a state and one as a generator; the previous streams are restored afterwards."""
-    tracker = get_cuda_rng_tracker()
+    tracker = get_streams()
     before = tracker.get_states()
     made = {"plain": torch.Generator().manual_seed(3).get_state(), "of graphs": torch.Generator().manual_seed(4)}
     tracker.set_states(made)
@@ -31,7 +30,7 @@ def streams() -> Iterator[dict[str, torch.Tensor | torch.Generator]]:
 def draw(streams: dict[str, torch.Tensor | torch.Generator]) -> list[float]:
     """Draw a number from every generator and from both streams, as they are after `restore_rng`."""
     plain = torch.Generator()
-    plain.set_state(get_cuda_rng_tracker().get_states()["plain"])
+    plain.set_state(get_streams().get_states()["plain"])
     return [
         torch.rand(()).item(),
         random.random(),
@@ -54,7 +53,7 @@ def test_all_generators_go_on(streams: dict[str, torch.Tensor | torch.Generator]
     assert all(first[i] != later[i] for i in range(len(first)) if i != 5), "all but the stream that is a state"
     restore_rng(saved)
     assert draw(streams) == first
-    generator = get_cuda_rng_tracker().get_states()["of graphs"]
+    generator = get_streams().get_states()["of graphs"]
     assert generator is streams["of graphs"], "graphs keep the generator that they captured"
 
 
@@ -65,6 +64,6 @@ def test_a_stream_changes_its_kind(streams: dict[str, torch.Tensor | torch.Gener
     other = {"plain": "of graphs", "of graphs": "plain"}[kind]
     saved[f"megatron.{kind}"] = saved[f"megatron.{other}"].clone()
     restore_rng(saved)
-    found = get_cuda_rng_tracker().get_states()[kind]
+    found = get_streams().get_states()[kind]
     state = found.get_state() if isinstance(found, torch.Generator) else found
     assert torch.equal(state, saved[f"megatron.{kind}"])

@@ -26,7 +26,7 @@ from megatron_rl.engines.vllm.vllm_library import pack_experts, prepare_vllm, re
 from megatron_rl.engines.vllm.vllm_settings import (
     CPU_HEAD_DIMS,
     check_cpu_limits,
-    check_options,
+    check_installed,
     cpu_cache_bytes,
     list_arguments,
     list_engine_arguments,
@@ -86,9 +86,8 @@ def test_patched_names_exist(module: str, vllm_imported: None) -> None:
 
 @pytest.mark.parametrize("family", ["smollm3", "olmo2"])
 def test_families_that_vllm_does_not_implement_are_refused(family: str, vllm_imported: None) -> None:
-    spec = replace(SPEC, shape=replace(SHAPE, family=family))
     with pytest.raises(UserError, match="vLLM has no (SmolLM3|Olmo2)ForCausalLM of its own"):
-        register_model(importlib.import_module("vllm"), spec)
+        check_installed(replace(SHAPE, family=family), RolloutConfig())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="the package is here")
@@ -269,13 +268,13 @@ def test_options_reach_vllm(vllm_imported: None) -> None:
     assert REFUSED.keys() <= known, REFUSED.keys() - known
     options = {"kv_cache_dtype": "auto", "max_num_batched_tokens": 9000}
     spec = replace(SPEC, config=RolloutConfig(engine_options=options))
-    check_options(options)
+    check_installed(SHAPE, spec.config)
     assert list_engine_arguments(spec) | options == list_engine_arguments(spec)
     assert set(list_engine_arguments(SPEC)) - {"max_num_batched_tokens", "block_size", "enable_chunked_prefill"} <= (
         REFUSED.keys() | {"disable_log_stats"}
     ), "what this program needs is not the user's to set"
     with pytest.raises(UserError, match="did you mean 'kv_cache_dtype'"):
-        check_options(["kv_cache_dtyp"])
+        check_installed(SHAPE, RolloutConfig(engine_options={"kv_cache_dtyp": 1}))
     check_cpu_limits(SHAPE, RolloutConfig(engine_options={"enable_chunked_prefill": False}))
     with pytest.raises(UserError) as caught:
         check_cpu_limits(SHAPE, RolloutConfig(engine_options={"enable_chunked_prefill": True}))

@@ -122,10 +122,7 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
         return self._placements
 
     def _take_routes(self, spans: Sequence[tuple[int, int]]) -> Sequence[np.ndarray | None]:
-        """Return and clear the recorded experts of tokens [start, stop) of each left-padded row; unknown for the last.
-
-        `None` for each row if experts are not recorded.
-        """
+        """Return and clear the experts of tokens [start, stop) of each row, if recorded; unknown for the last token."""
         shape, chosen = self._route_shape, self._chosen
         if shape is None:
             return [None] * len(spans)

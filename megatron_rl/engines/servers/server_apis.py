@@ -68,12 +68,7 @@ class ServerApi:
         raise NotImplementedError
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Append an event of the stream to the answer.
-
-        Raises:
-            ServerFailure: a failure, or another policy version.
-            UserError: data that training needs is missing.
-        """
+        """Append an event to the answer (ServerFailure: a failure or other weights; UserError: data is missing)."""
         raise NotImplementedError
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
@@ -127,10 +122,7 @@ class VllmServer(ServerApi):
         }
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Build the JSON body of a request.
-
-        The sets that tokens are drawn from are recorded under a new name, as an earlier attempt may still run.
-        """
+        """Build the JSON body of a request; its sets get a new name, as an earlier attempt may still run."""
         name = uuid.uuid4().hex
         if request.sampling.is_truncated:
             self._truncated[request.key] = name, request
@@ -255,10 +247,7 @@ class SglangServer(ServerApi):
         return [*command, "--mem-fraction-static", str(config.gpu_memory_utilization)]
 
     def list_environment(self) -> dict[str, str]:
-        """Return SGLang's variables for a CPU, which give all cores to each TP rank.
-
-        Without them, TP ranks must not outnumber NUMA nodes.
-        """
+        """Return variables that, on a CPU, give all cores to each TP rank: else ranks must not outnumber NUMA nodes."""
         if self._spec.process.device.type != "cpu":
             return {}
         cores = "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * self._spec.config.tensor_model_parallel_size)
@@ -320,10 +309,7 @@ class SglangServer(ServerApi):
 
 
 def check_event(event: Any) -> None:
-    """Raise the error that a streamed event contains, if any, as ServerFailure (transient) or UserError.
-
-    Servers send such events for errors after the HTTP status was sent.
-    """
+    """Raise the error in a streamed event, sent after the HTTP status: ServerFailure (transient) or UserError."""
     if "error" not in event:
         return
     said = json.dumps(event["error"])[:300]

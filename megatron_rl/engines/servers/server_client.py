@@ -193,12 +193,7 @@ class ServerClient:
             self._news.put(error)
 
     def take(self, seconds: float) -> list[Sampled]:
-        """Return finished responses, after at most `seconds`.
-
-        Raises:
-            ServerFailure: one request failed; others are unaffected.
-            UserError: the server refused one.
-        """
+        """Return responses finished within `seconds` (ServerFailure: one failed, UserError: one was refused)."""
         found: list[Sampled] = []
         with contextlib.suppress(queue.Empty):
             news = self._news.get(timeout=seconds)
@@ -214,10 +209,7 @@ class ServerClient:
         return found
 
     def cancel(self, keys: Sequence[int] | None = None) -> list[ServerAnswer]:
-        """Cancel requests and return their partial answers, in order of `keys`.
-
-        By default, cancel all requests and drop queued events.
-        """
+        """Cancel requests, by default all with queued events; return their partial answers, in order of `keys`."""
         chosen = list(self._answers) if keys is None else keys
         self._wait(self._end([self._tasks.pop(key) for key in chosen if key in self._tasks]))
         while keys is None and not self._news.empty():
@@ -234,12 +226,7 @@ class ServerClient:
         return sum(len(answer.tokens) for answer in list(self._answers.values()))
 
     def ask(self, url: str, body: Mapping[str, Any] | None = None, *, method: str = "POST") -> Any:
-        """Make a call; return its JSON, if any.
-
-        Raises:
-            ServerFailure: no response, or a transient failure.
-            UserError: the server refused the call.
-        """
+        """Make a call; return its JSON, if any (ServerFailure if it may succeed later, UserError if it is refused)."""
         return self._wait(self._ask(url, body, method))
 
     async def _ask(self, url: str, body: Mapping[str, Any] | None, method: str) -> Any:

@@ -41,8 +41,6 @@ from megatron_rl.engines.vllm.vllm_library import (
     register_model,
 )
 from megatron_rl.engines.vllm.vllm_settings import (
-    check_cpu_limits,
-    check_options,
     list_engine_arguments,
     list_engine_environment,
     records_kept_sets,
@@ -67,10 +65,7 @@ class VllmEngine:
         assert dist.is_initialized(), "vLLM must join the job's process groups, not make its own"
         self._shape, self._tp_size = spec.shape, spec.config.tensor_model_parallel_size
         self.shard_key = spec.find_place  # TP rank of a job rank: ranks with equal ones have equal placement tables
-        if spec.process.device.type == "cpu":
-            check_cpu_limits(spec.shape, spec.config)
         vllm = prepare_vllm(spec.process.device)
-        check_options(spec.config.engine_options)
         register_model(vllm, spec)
         self.code_format = register_codes(spec)
         launcher_world = os.environ.get("LOCAL_WORLD_SIZE")

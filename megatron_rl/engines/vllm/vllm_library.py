@@ -34,7 +34,7 @@ import torch.nn.functional as F
 
 from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
 from megatron_rl.engines.truncation import truncate
-from megatron_rl.engines.vllm.vllm_settings import CODED_METHOD, LOAD_FORMAT, check_family
+from megatron_rl.engines.vllm.vllm_settings import CODED_METHOD, LOAD_FORMAT
 from megatron_rl.types import KeptSets, RouteShape, UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import FAMILIES
@@ -46,10 +46,7 @@ KEPT_SETS = "kept_sets"  # in `SamplingParams.extra_args`
 
 @contextmanager
 def own_world(spec: EngineSpec, parallel_state: Any) -> Iterator[None]:
-    """Limit vLLM to the ranks of this engine, if the job has ranks without engines.
-
-    Collective over these ranks, after `align_group_names`.
-    """
+    """Limit vLLM to the ranks of this engine, if others have none; collective over them after `align_group_names`."""
     if spec.ranks is None or len(spec.ranks) == spec.process.world_size:
         yield
         return
@@ -160,10 +157,6 @@ class AdapterSlots:
     """vLLM's slots of LoRA adapters: weight transfers write the first one, and the others have versions kept of it.
 
     Versions are kept on the host. One that requests name is copied to a slot, in place of the one used longest ago.
-
-    Attributes:
-        params: buffers of the first slot: `<matrix>.lora_A` [R, in] and `<matrix>.lora_B` [out, R], which contains the
-            scale. R is the slot's rank, at least the adapters'.
     """
 
     def __init__(self, worker: Any, shape: AdapterShape) -> None:
@@ -177,6 +170,7 @@ class AdapterSlots:
             manager.activate_adapter(number)
         self._request, model = LoRARequest, worker.get_model()
         self._slots = [_list_slot(model, shape, index) for index in range(manager.lora_slots)]
+        # `<matrix>.lora_A` [R, in] and `.lora_B` [out, R] with the scale, of the slot's rank R, at least the adapters'.
         self.params = self._slots[0]
         self._kept: dict[str, list[torch.Tensor]] = {}
         self._filled: dict[str, int] = {}  # version -> its slot, the one used longest ago first
@@ -251,10 +245,9 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
     """Register vLLM's class of the model with vLLM, which would otherwise inspect it in a slow subprocess.
 
     Raises:
-        UserError: vLLM's implementation is missing, keeps weights in another order, or needs a missing package.
+        UserError: vLLM's implementation keeps weights in another order, or needs a missing package.
     """
     check_engine(spec.shape, "vllm", spec.config.quantization, spec.adapters)
-    check_family(spec.shape, spec.config.engine)
     family = FAMILIES[spec.shape.family]
     try:
         module = import_module(f"vllm.model_executor.models.{family.vllm_module or spec.shape.family}")

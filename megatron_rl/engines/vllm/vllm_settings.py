@@ -7,7 +7,6 @@ import ast
 import difflib
 import importlib.util
 import os
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +45,10 @@ def fit_to_device(config: RolloutConfig, device: torch.device, records_routes: b
 def describe_modes(config: RolloutConfig, device: torch.device, records_routes: bool) -> str:
     """Describe active and ignored modes (CUDA graphs, async scheduling, model runner) for the log."""
     fitted = fit_to_device(config, device, records_routes)
-    eager = "eager" if fitted.enforce_eager else f"compiled with CUDA graphs ({describe_cache()})"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    kept = Path(os.environ.get("VLLM_CACHE_ROOT") or caches / "vllm").expanduser() / "torch_compile_cache"
+    compiled = f"compiled with CUDA graphs ({len([*kept.glob('*')])} compiled models are kept in {kept})"
+    eager = "eager" if fitted.enforce_eager else compiled
     runner = fitted.model_runner + (" with its Triton sampler" if fitted.model_runner == "v2" else "")
     if (config.model_runner, runner, device.type) == ("auto", "v1", "cuda"):
         runner += f", which {'router replay' if records_routes else 'truncated sampling'} needs"
@@ -57,13 +59,6 @@ def describe_modes(config: RolloutConfig, device: torch.device, records_routes: 
         if getattr(config, name) not in (None, "auto", getattr(fitted, name))
     ]
     return f"{text}; no effect on CPU: {', '.join(ignored)}" if ignored else text
-
-
-def describe_cache() -> str:
-    """Name the directory in which vLLM keeps compiled models for later starts, and count them."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = Path(os.environ.get("VLLM_CACHE_ROOT") or caches / "vllm").expanduser() / "torch_compile_cache"
-    return f"{len([*directory.glob('*')])} compiled models are kept in {directory}"
 
 
 def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
@@ -176,30 +171,20 @@ def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
 
 def check_installed(shape: ModelShape, config: RolloutConfig) -> None:
     """Refuse a model or options that the installed vLLM, if any, lacks (UserError), unless a server has its own."""
-    if config.supports("is_server") and (config.server.endpoints or config.server.python is not None):
+    installed, family = importlib.util.find_spec("vllm"), FAMILIES[shape.family]
+    is_elsewhere = config.supports("is_server") and (config.server.endpoints or config.server.python is not None)
+    if installed is None or installed.origin is None or is_elsewhere:
         return
-    check_family(shape, config.engine)
-    check_options(config.engine_options)
-
-
-def check_family(shape: ModelShape, engine: str) -> None:
-    """Refuse a model without native implementation in the installed vLLM, if any (UserError)."""
-    package, family = _find_package(), FAMILIES[shape.family]
-    name = f"model_executor/models/{family.vllm_module or shape.family}.py"
-    if package is not None and not (package / name).is_file():
+    package = Path(installed.origin).parent
+    if not (package / f"model_executor/models/{family.vllm_module or shape.family}.py").is_file():
         raise UserError(
-            f"rollout.engine = {engine!r}, and vLLM has no {family.architecture} of its own",
+            f"rollout.engine = {config.engine!r}, and vLLM has no {family.architecture} of its own",
             source="rollout.engine and the model's config.json",
             expected="hf or megatron for this family",
             hint="set rollout.engine=hf",
         )
-
-
-def check_options(options: Iterable[str]) -> None:
-    """Refuse options that the installed vLLM, if any, lacks (UserError)."""
-    package = _find_package()
-    known = set(options) if package is None or not options else list_arguments(package)
-    for name in options:
+    known = list_arguments(package) if config.engine_options else set()
+    for name in config.engine_options:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             raise UserError(
@@ -216,11 +201,6 @@ def list_arguments(package: Path) -> set[str]:
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     body = next(node.body for node in classes if node.name == "EngineArgs")
     return {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
-
-
-def _find_package() -> Path | None:
-    spec = importlib.util.find_spec("vllm")
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def cpu_cache_bytes(spec: EngineSpec) -> int:

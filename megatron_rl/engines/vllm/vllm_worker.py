@@ -51,10 +51,7 @@ class ServedWorker:
         self.kept_sets.clear()
 
     def take_kept_sets(self, requests: Sequence[tuple[str, int, int]]) -> list[list[str]]:
-        """Remove and return the sets recorded for each request (name, first position, number of tokens).
-
-        Each result is [token ids, set sizes], as base64 of little-endian int32.
-        """
+        """Take the sets of requests (name, first position, tokens): [ids, sizes] as base64 of little-endian int32."""
         assert self.kept_sets is not None, "record_kept_sets comes first"
         taken = [self.kept_sets.take(*request) for request in requests]
         return [[base64.b64encode(x.astype("<i4").tobytes()).decode() for x in (one.ids, one.counts)] for one in taken]
