@@ -107,8 +107,7 @@ def compute_policy_loss(
     if importance_weights is not None:
         token_loss = token_loss * importance_weights
     policy = weighted_sum(token_loss)
-    nothing = torch.zeros_like(policy)
-    kl = nothing
+    kl = nothing = torch.zeros_like(policy)
     if ref_logprobs is not None:
         kl = compute_kl(tokens.logprobs, torch.where(mask, ref_logprobs, 0.0), config.kl_type)
     kl_term = config.kl_coef * weighted_sum(kl) if config.kl_in == "loss" else nothing
