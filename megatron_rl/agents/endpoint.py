@@ -50,23 +50,13 @@ class Context:
     transcript: ChatTranscript | None = None
 
 
-@dataclass(frozen=True)
-class _Said:
-    context: Context
-    reply: list[int]
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.context.tokens + self.reply
-
-
 class Conversations:
     """The conversations of one episode, keyed by content."""
 
     def __init__(self, tokenizer: Tokenizer, setup: Setup, opening: Opening) -> None:
         self._tokenizer, self._setup, self._opening = tokenizer, setup, opening
-        self._chats: dict[str, _Said] = {}
-        self._texts: dict[str, _Said] = {}
+        self._chats: dict[str, tuple[Context, list[int]]] = {}  # prompt and reply
+        self._texts: dict[str, list[int]] = {}  # tokens of prompt and reply
 
     def show_chat(self, messages: Sequence[Message], tools: list[Any]) -> Context:
         """Return the prompt of a chat up to the start of the next reply (UserError if the template rejects it).
@@ -78,10 +68,11 @@ class Conversations:
         names = _name_prefixes(messages, tools)
         for stop in range(len(messages), 0, -1):
             if said := self._chats.get(names[stop]):
-                assert said.context.transcript is not None
-                transcript = copy.copy(said.context.transcript)
-                tail = transcript.extend(said.reply, messages[stop:])
-                tokens = tail.tokens if tail.is_fork else said.tokens + tail.tokens
+                before, reply = said
+                transcript = copy.copy(before.transcript)
+                assert transcript is not None
+                tail = transcript.extend(reply, messages[stop:])
+                tokens = tail.tokens if tail.is_fork else before.tokens + reply + tail.tokens
                 return Context(tokens, names[-1], transcript)
         options, task = self._setup.options | ({"tools": tools} if tools else {}), self._opening.task
         transcript = ChatTranscript(
@@ -103,7 +94,7 @@ class Conversations:
         """
         known = max((key for key in self._texts if text.startswith(key)), key=len, default=None)
         if known is not None:
-            return Context(self._texts[known].tokens + self._tokenizer.encode(text[len(known) :]), text)
+            return Context(self._texts[known] + self._tokenizer.encode(text[len(known) :]), text)
         is_task = text == self._opening.task.prompt
         return Context(self._opening.tokens if is_task else self._tokenizer.encode(text), text)
 
@@ -114,9 +105,9 @@ class Conversations:
             message: the reply as sent to the program.
         """
         if context.transcript is None:
-            self._texts[context.name + message["content"]] = _Said(context, reply)
+            self._texts[context.name + message["content"]] = context.tokens + reply
         else:
-            self._chats[_digest(context.name, message)] = _Said(context, reply)
+            self._chats[_digest(context.name, message)] = context, reply
 
 
 def _name_prefixes(messages: Sequence[Message], tools: list[Any]) -> list[str]:

@@ -28,8 +28,6 @@ AdvantageEstimator = Callable[[Any, AlgorithmConfig], Any]
 PolicyLoss = Callable[[Any, AlgorithmConfig], tuple[Any, ...]]
 LossAggregation = Callable[[Any], Any]
 
-_ESTIMATOR, _LOSS, _AGGREGATION = "algorithm.adv_estimator", "algorithm.policy_loss", "algorithm.loss_agg_mode"
-
 
 @dataclass(frozen=True)
 class RegisteredEstimator:
@@ -110,7 +108,7 @@ def register_advantage_estimator(
             estimator, needs_values, needs_greedy_baseline, needs_group, needs_sum_pi_squared, needs_old_logprobs
         )
 
-    return _register(ADVANTAGE_ESTIMATORS, name, _ESTIMATOR, options, make_entry)
+    return _register(ADVANTAGE_ESTIMATORS, name, "algorithm.adv_estimator", options, make_entry)
 
 
 def register_policy_loss(name: str, *, options: type | None = None) -> Callable[[PolicyLoss], PolicyLoss]:
@@ -124,7 +122,7 @@ def register_policy_loss(name: str, *, options: type | None = None) -> Callable[
     Raises:
         UserError: the name is taken, or `options` is invalid.
     """
-    return _register(POLICY_LOSSES, name, _LOSS, options)
+    return _register(POLICY_LOSSES, name, "algorithm.policy_loss", options)
 
 
 def register_loss_aggregation(
@@ -138,7 +136,7 @@ def register_loss_aggregation(
     Raises:
         UserError: the name is taken, or `options` is invalid.
     """
-    return _register(LOSS_AGGREGATIONS, name, _AGGREGATION, options)
+    return _register(LOSS_AGGREGATIONS, name, "algorithm.loss_agg_mode", options)
 
 
 def register_preference_loss(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -21,7 +21,6 @@ from megatron_rl.rewards.scoring import (
     Scorer,
     SourceSpec,
     list_truths,
-    score_by_rule,
     shorten,
 )
 from megatron_rl.types import Prompt, UserError
@@ -188,7 +187,7 @@ def open_scorer(plan: RewardPlan, decode: Callable[[Sequence[int]], str]) -> Sco
             submit = partial(pool.submit, functions.index((spec.target, spec.setting)))
             sources.append(lambda *sample, submit=submit: submit(*sample).result)
         elif isinstance(spec.function, Rule):  # runs when its score is awaited
-            sources.append(lambda rollout, step, rule=spec.function: partial(score_by_rule, rule, rollout))
+            sources.append(spec.function.begin)
         elif is_batched(spec.function):
             from megatron_rl.rewards.calls import BatchSource
 

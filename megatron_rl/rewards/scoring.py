@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -208,6 +209,10 @@ class Rule:
     def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> object:
         """Return the rule's score, a number or a dict; `extra_info` is ignored."""
         return RULES[self.name](solution_str, ground_truth, data_source, self.answer)
+
+    def begin(self, rollout: Rollout, step: int) -> Callable[[], Score]:
+        """Return a function that scores a rollout, as a source of the scorer."""
+        return partial(score_by_rule, self, rollout)
 
 
 def score_by_rule(rule: Rule, rollout: Rollout) -> Score:

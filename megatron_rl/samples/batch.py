@@ -507,7 +507,7 @@ class Packer:
         ratio = model.attention_ratio
         lengths, firsts = headers["num_tokens"].tolist(), headers.first_of_rollout[:: self.plan.rollouts_per_minibatch]
         edges = np.diff(headers.rows["group"], prepend=-1, append=-1)  # other than 0 where a prompt's responses begin
-        plans, metrics, sizes = [], [], []
+        plans, metrics, sizes = [], [], list[int]()
         for start, stop in pairwise([*firsts.tolist(), len(headers)]):
             part, own = None if shared is None else shared.part(start, stop), lengths[start:stop]
             plan = plan_microbatches(
@@ -521,7 +521,7 @@ class Packer:
             )
             plans.append((range(start, stop), plan))
             metrics.append(packing_metrics(plan, own, budget, pad=pad, attention_ratio=ratio, shared=part))
-            sizes += microbatch_sizes(plan, own, part)
+            sizes += microbatch_sizes(plan, own, part) if model.buckets else []
         means = {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]}
         if model.buckets:
             from megatron_rl.samples.fixed_shapes import padding_metrics

@@ -36,7 +36,6 @@ from megatron_rl.samples.table import (
     build_headers,
     fetch,
     fetch_branches,
-    for_readers,
     index_branches,
     join_headers,
     plan_fetch,
@@ -169,8 +168,8 @@ class Experience:
         """
         bounds = [*self.headers.first_of_rollout.tolist(), len(self.headers)]
         parts = [range(bounds[number], bounds[number + 1]) for number in chosen]
-        is_wanted = np.isin(self.headers["rollout"], list(chosen))
-        readers = for_readers(is_wanted, range(self._group.size() if on_all else 1))
+        wanted = np.where(np.isin(self.headers["rollout"], list(chosen)), 0, -1)
+        readers = Holders(wanted, np.arange(self._group.size() if on_all else 1)[None])
         branches = self._fetch_branches(readers)
         values: dict[str, dict[int, np.ndarray]] = {}
         for name, column in (columns or {}).items():

@@ -294,11 +294,6 @@ class Holders:
         return (int(found[0, 0]), int(found[0, 1])) if len(found) else (-2, 0)
 
 
-def for_readers(is_wanted: np.ndarray, ranks: Sequence[int]) -> Holders:
-    """Return `Holders` of one replica whose ranks all need the sequences `is_wanted`, [n] bool."""
-    return Holders(np.where(is_wanted, 0, -1), np.array([ranks]))
-
-
 @dataclass(frozen=True)
 class FetchPlan:
     """Sequences (indices) whose values one rank keeps, sends and receives in a `fetch`.

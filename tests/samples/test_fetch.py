@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.samples.table import FetchPlan, Holders, fetch, for_readers, plan_fetch
+from megatron_rl.samples.table import FetchPlan, Holders, fetch, plan_fetch
 
 
 def draw_holders(rng: np.random.Generator, num_sequences: int, world_size: int, width: int) -> Holders:
@@ -39,8 +39,8 @@ def test_both_sides_agree_and_nothing_is_sent_that_is_there(seed: int) -> None:
     source = draw_holders(rng, 40, 8, int(rng.choice([1, 2, 4])))
     for destination in (
         strided(rng, 40, 8, int(rng.choice([1, 2, 4, 8]))),
-        for_readers(rng.random(40) < 0.3, [3]),
-        for_readers(np.ones(40, bool), range(8)),
+        Holders(np.where(rng.random(40) < 0.3, 0, -1), np.array([[3]])),
+        Holders(np.zeros(40, int), np.arange(8)[None]),
         source,
     ):
         plans = [plan_fetch(rank, source, destination) for rank in range(8)]
@@ -87,8 +87,8 @@ def _fetch(rank: int, world_size: int) -> list[tuple[int, int]]:
     received = []
     for destination in (
         Holders(np.arange(8) // 2, np.arange(4)[:, None]),
-        for_readers(np.arange(8) < 5, [2]),
-        for_readers(np.ones(8, bool), range(4)),
+        Holders(np.where(np.arange(8) < 5, 0, -1), np.array([[2]])),
+        Holders(np.zeros(8, int), np.arange(4)[None]),
     ):
 
         def read(name: str, sequences: np.ndarray) -> torch.Tensor:
