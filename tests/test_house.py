@@ -110,7 +110,6 @@ BEHIND_DOORS = (
     "training.roles.frozen",
     "training.roles.mtp",
     "training.router_replay",
-    "training.static_step",
     "transfer.coding",
     "transfer.computed",
     "transfer.probe",

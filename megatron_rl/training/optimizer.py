@@ -8,8 +8,8 @@ one host sync. Adam is torch's fused implementation, because it reads learning r
 Forward and backward over the microbatches of a minibatch have three modes with bitwise equal results:
 
     eager    megatron-core's schedule on the tensors of the batch
-    static   the same model on static buffers, one set per microbatch shape (`static_step.py`)
-    graph    the static step as one CUDA graph per shape (`cuda_graph.py`)
+    static   the same model on static buffers, one set per microbatch shape (`cuda_graph.py`)
+    graph    the static step as one CUDA graph per shape
 
 Values that change between steps (KL coefficient, learning rate) are persistent device tensors.
 """
@@ -262,7 +262,8 @@ def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimiz
         )
     for part in _list_parts(optimizer):
         if not part.is_stub_optimizer:
-            _use_fused_adam(part, kind, is_capturable=model.stream is not None)
+            groups = part.optimizer.param_groups
+            part.optimizer = _make_fused_adam(groups, kind, is_capturable=model.stream is not None)
     return optimizer
 
 
@@ -298,10 +299,6 @@ def _build_scheduler(optimizer: MegatronOptimizer, role: TrainedConfig, total_st
 
 def _list_parts(optimizer: MegatronOptimizer) -> list[Any]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-
-
-def _use_fused_adam(part: MegatronOptimizer, kind: type[torch.optim.AdamW], *, is_capturable: bool) -> None:
-    part.optimizer = _make_fused_adam(part.optimizer.param_groups, kind, is_capturable=is_capturable)
 
 
 def _make_fused_adam(
