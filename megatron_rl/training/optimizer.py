@@ -262,8 +262,7 @@ def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimiz
         )
     for part in _list_parts(optimizer):
         if not part.is_stub_optimizer:
-            groups = part.optimizer.param_groups
-            part.optimizer = _make_fused_adam(groups, kind, is_capturable=model.stream is not None)
+            _use_fused_adam(part, kind, is_capturable=model.stream is not None)
     return optimizer
 
 
@@ -299,6 +298,10 @@ def _build_scheduler(optimizer: MegatronOptimizer, role: TrainedConfig, total_st
 
 def _list_parts(optimizer: MegatronOptimizer) -> list[Any]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def _use_fused_adam(part: MegatronOptimizer, kind: type[torch.optim.AdamW], *, is_capturable: bool) -> None:
+    part.optimizer = _make_fused_adam(part.optimizer.param_groups, kind, is_capturable=is_capturable)
 
 
 def _make_fused_adam(

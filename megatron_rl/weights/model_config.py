@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.types import UserError
@@ -88,11 +88,6 @@ def check_kinds(values: Mapping[str, Any], kinds: Mapping[str, str], source: str
                 expected=kind + (f", below {_LARGEST:,}" if type(value) is int and value >= _LARGEST else ""),
                 hint=f"correct {name}, or take the file from the model again",
             )
-
-
-def show(value: Any) -> str:
-    """Format a value of any size as a short line."""
-    return reprlib.repr(value)
 
 
 MOST_MATRICES = 100_000  # layers times experts; the largest published models have 25,000
