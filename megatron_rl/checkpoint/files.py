@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.types import UserError
-from megatron_rl.weights.config_checks import read_json
-from megatron_rl.weights.model_config import take_text_config
+from megatron_rl.weights.model_config import read_json, take_text_config
 from megatron_rl.weights.shard_box import fill_in_order
 
 DIGESTS_FILE = "SHA256SUMS"

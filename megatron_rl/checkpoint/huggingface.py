@@ -39,7 +39,7 @@ from megatron_rl.checkpoint.files import (
 )
 from megatron_rl.checkpoint.torch_dist import dtype_name
 from megatron_rl.parallel.collectives import raise_together
-from megatron_rl.transfer.executor import Resharder, Transport
+from megatron_rl.transfer.executor import Resharder
 from megatron_rl.transfer.planner import Planner, Shard
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
@@ -509,7 +509,7 @@ def gather_on_first(
         whole = tuple(ShardBox(n, full_box(size), n, full_box(size)) for n, size in batch.items() if n in names)
         plan = Planner(wanted, [Shard((0,), whole)], ranks_per_node=group.size()).plan(group.rank())
         mine = {name: tensor for name, tensor in tensors.items() if name in names}
-        Resharder(plan, model.params, mine, group, Transport(bucket_bytes), dtype=dtype).run()
+        Resharder(plan, model.params, mine, group, bucket_bytes=bucket_bytes, dtype=dtype).run()
     return tensors
 
 

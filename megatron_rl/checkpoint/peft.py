@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from reprlib import repr as show
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from megatron_rl.checkpoint.huggingface import (
 from megatron_rl.config.sections import LoraConfig
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
-from megatron_rl.weights.config_checks import COUNT, FLAG, POSITIVE, check_kinds, read_json, show
+from megatron_rl.weights.model_config import COUNT, FLAG, POSITIVE, check_kinds, read_json
 from megatron_rl.weights.shard_box import ShardBox, box_slices
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -17,9 +17,8 @@ from megatron_rl.planning.cluster import GIB, Cluster, Job, build_job
 from megatron_rl.planning.memory import MemoryPhase, RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.role_layouts import check_layout
 from megatron_rl.types import UserError
-from megatron_rl.weights.config_checks import read_json
 from megatron_rl.weights.families import Head, ModelShape
-from megatron_rl.weights.model_config import model_shape_from_config
+from megatron_rl.weights.model_config import model_shape_from_config, read_json
 from megatron_rl.weights.support import check_rollout_layout
 
 

@@ -33,8 +33,8 @@ class FastPath:
 
 def find_fast_paths(
     config: TrainedConfig, dtype: str, transformer_impl: str = "local", dp_size: int = 1, bitwise: bool = False
-) -> list[FastPath]:
-    """List whether each part of a role's step uses its fastest implementation."""
+) -> Iterator[FastPath]:
+    """Report whether each part of a role's step uses its fastest implementation."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_cpu = device.type == "cpu"
     if is_cpu:
@@ -42,35 +42,22 @@ def find_fast_paths(
     else:
         gain, needed = "matrix products on tensor cores, half the memory", "bfloat16"
         arithmetic = f"{dtype}, gradients and Adam in float32" if dtype == needed else dtype
-    found = [FastPath("arithmetic", arithmetic, dtype == needed, gain, f"model.dtype={needed}")]
-    found += find_kernels(dtype, transformer_impl, device, bitwise)
-    found.append(
-        FastPath(
-            "step",
-            config.step_mode,
-            is_cpu or config.step_mode == "graph",
-            "no launch per kernel, which binds small microbatches",
-            "step_mode=graph (no expert parallelism)",
-        )
-    )
+    yield FastPath("arithmetic", arithmetic, dtype == needed, gain, f"model.dtype={needed}")
+    yield from find_kernels(dtype, transformer_impl, device, bitwise)
+    gain, advice = "no launch per kernel, which binds small microbatches", "step_mode=graph (no expert parallelism)"
+    yield FastPath("step", config.step_mode, is_cpu or config.step_mode == "graph", gain, advice)
     if not is_cpu:
-        found.append(FastPath("batches", "copied from pinned memory while the host continues", True))
+        yield FastPath("batches", "copied from pinned memory while the host continues", True)
     if dp_size > 1:
-        found.append(
-            FastPath(
-                "gradient reduction",
-                "during backward" if config.overlap_grad_reduce else "after backward",
-                config.overlap_grad_reduce or is_cpu,
-                "hidden behind the last backward",
-                "overlap_grad_reduce=true",
-            )
-        )
+        is_hidden = config.overlap_grad_reduce
+        active = "during backward" if is_hidden else "after backward"
+        gain = "hidden behind the last backward"
+        yield FastPath("gradient reduction", active, is_hidden or is_cpu, gain, "overlap_grad_reduce=true")
     if dp_size > 1 and config.use_distributed_optimizer:
         gain = (
             "hidden behind the next forward; not built: rollout and checkpoints read the weights right after the update"
         )
-        found.append(FastPath("weight gathering", "after the update", is_cpu, gain))
-    return found
+        yield FastPath("weight gathering", "after the update", is_cpu, gain)
 
 
 def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwise: bool = False) -> Iterator[FastPath]:
@@ -134,13 +121,8 @@ def _find_broken(dtype: str, device: torch.device) -> Iterator[FastPath]:
         broken["flash-linear-attention"] = find_delta_failure(device)
     for name, failure in broken.items():
         if failure:
-            yield FastPath(
-                name,
-                "not used",
-                False,
-                f"it is installed and fails: {failure}",
-                "reinstall it for this torch and this GPU, or uninstall it",
-            )
+            advice = "reinstall it for this torch and this GPU, or uninstall it"
+            yield FastPath(name, "not used", False, f"it is installed and fails: {failure}", advice)
 
 
 def format_table(paths: Iterable[FastPath]) -> list[str]:

@@ -8,8 +8,8 @@ one host sync. Adam is torch's fused implementation, because it reads learning r
 Forward and backward over the microbatches of a minibatch have three modes with bitwise equal results:
 
     eager    megatron-core's schedule on the tensors of the batch
-    static   the same model on static buffers, one set per microbatch shape (`static_step.py`)
-    graph    the static step as one CUDA graph per shape (`cuda_graph.py`)
+    static   the same model on static buffers, one set per microbatch shape (`cuda_graph.py`)
+    graph    the static step as one CUDA graph per shape
 
 Values that change between steps (KL coefficient, learning rate) are persistent device tensors.
 """

@@ -213,10 +213,6 @@ class PackedModel(LaidOutModel):
 
         return {**self.params, **merge_adapters(self.stages, self.adapters.live_scale)}
 
-    def scale_adapters(self) -> SourceParams:
-        """Return this rank's adapters, B multiplied by the LoRA scale."""
-        return {} if self.adapters is None else cast("Adapters", self.trained).scale()
-
     def offload(self) -> None:
         """Free the device memory of the weights until `restore`.
 

@@ -80,6 +80,10 @@ class LaidOutAdapters:
     shape: AdapterShape
     layout: ParallelLayout
 
+    def scale(self) -> SourceParams:
+        """Return this rank's adapters: none."""
+        return {}
+
 
 class LaidOutModel:
     """Shape and layout of a model: parameter placement and accepted microbatch shapes.
@@ -142,10 +146,6 @@ class LaidOutModel:
     def merge(self) -> SourceParams:
         """Return this rank's parameters, with adapters merged lazily on read."""
         return self.params
-
-    def scale_adapters(self) -> SourceParams:
-        """Return this rank's adapters, B multiplied by the LoRA scale."""
-        return {}
 
     def shard_key(self, rank: int) -> Hashable:
         """Return a key that is equal for ranks with equal `placements`."""

@@ -99,21 +99,6 @@ class ReshardStats:
         return self.bytes_pulled + self.bytes_received
 
 
-@dataclass(frozen=True)
-class Transport:
-    """Settings of the transfer between ranks.
-
-    Attributes:
-        bucket_bytes: half the bound on staging memory.
-        name: "pull", "buckets", or "auto": pull from peers on the same host, else buckets.
-        ranks_per_node: for the check of shared memory.
-    """
-
-    bucket_bytes: int
-    name: str = "buckets"
-    ranks_per_node: int = 1
-
-
 class Resharder:
     """One rank's part of a reshard, prepared once and run after every optimizer step; building it is collective.
 
@@ -121,6 +106,9 @@ class Resharder:
         source: this rank's source parameters; on CPU, pulling moves their storage into shared memory in place.
         group: group whose rank numbers the plan uses.
         dtype: of every destination parameter.
+        bucket_bytes: half the bound on staging memory.
+        transport: "pull", "buckets", or "auto": pull from peers on the same host, else buckets.
+        ranks_per_node: for the check of shared memory.
         computed: source parameters, on any rank, that are computed when read, and sent in buckets.
 
     Attributes:
@@ -136,9 +124,11 @@ class Resharder:
         source: SourceParams,
         destination: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup,
-        transport: Transport,
         *,
         dtype: torch.dtype,
+        bucket_bytes: int,
+        transport: str = "buckets",
+        ranks_per_node: int = 1,
         computed: frozenset[str] = frozenset(),
     ) -> None:
         for name, tensor in destination.items():
@@ -147,10 +137,10 @@ class Resharder:
         self._group = group
         whole = {name: param for name, param in source.items() if isinstance(param, torch.Tensor)}
         self.transport, mapped, near = "buckets", dict[int, dict[str, torch.Tensor]](), set[int]()
-        if transport.name != "buckets" and group.size() > 1:
+        if transport != "buckets" and group.size() > 1:
             from megatron_rl.transfer.transports import map_peers
 
-            self.transport, mapped, near = map_peers(plan, whole, group, transport.name, transport.ranks_per_node)
+            self.transport, mapped, near = map_peers(plan, whole, group, transport, ranks_per_node)
         if computed and self.transport == "pull":
             self.transport = "pull+buckets"
 
@@ -178,7 +168,7 @@ class Resharder:
         if any(sends.values()) or any(receives.values()):
             from megatron_rl.transfer.transports import BucketTransport
 
-            self._buckets = BucketTransport(sends, receives, source, destination, group, transport.bucket_bytes, dtype)
+            self._buckets = BucketTransport(sends, receives, source, destination, group, bucket_bytes, dtype)
         self.stats = ReshardStats(
             bytes_pulled=_num_bytes(pulled, dtype),
             bytes_received=_num_bytes([op for ops in receives.values() for op in ops], dtype),
@@ -305,8 +295,10 @@ class Transfer:
             tensors.params,
             {name: param for name, param in engine.params.items() if tensors.dtype is None or param.dtype == dtype},
             context.group,
-            Transport(context.config.bucket_bytes, context.config.transport, ranks_per_node),
             dtype=dtype,
+            bucket_bytes=context.config.bucket_bytes,
+            transport=context.config.transport,
+            ranks_per_node=ranks_per_node,
             computed=tensors.computed,
         )
         index, place = context.engines.places.get(rank, (-1, 0))

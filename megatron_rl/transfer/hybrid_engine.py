@@ -126,7 +126,7 @@ class HybridEngine:
 
         adapters = TensorSet(
             shape.logical_tensors(),
-            model.scale_adapters(),
+            model.trained.scale(),
             lambda rank: adapter_placements(shape, model.placements(rank)),
             lambda rank: adapter_placements(shape, as_table(engine.placements(rank)), is_stacked=False),
         )

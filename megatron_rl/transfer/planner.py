@@ -228,11 +228,6 @@ class TransferOp:
     dst_box: Box
 
     @property
-    def is_local(self) -> bool:
-        """Whether both ends are on one rank."""
-        return self.src_rank == self.dst_rank
-
-    @property
     def num_elements(self) -> int:
         """Elements of the piece."""
         return box_volume(self.dst_box)
@@ -321,7 +316,7 @@ class Planner:
         local: list[TransferOp] = []
         receives: dict[int, list[TransferOp]] = defaultdict(list)
         for op in self._incoming(rank):
-            (local if op.is_local else receives[op.src_rank]).append(op)
+            (local if op.src_rank == rank else receives[op.src_rank]).append(op)
         sends: dict[int, list[TransferOp]] = defaultdict(list)
         for op in self._outgoing(rank):
             sends[op.dst_rank].append(op)

@@ -42,7 +42,7 @@ def map_peers(
     """Map the parameters of peers on the same host; collective.
 
     Args:
-        name: "pull" or "auto", as in `executor.Transport`.
+        name: "pull" or "auto", as in `executor.Resharder`.
 
     Returns:
         The transport to use ("pull", "buckets" or "pull+buckets"), the mapped parameters by rank, and the ranks of this

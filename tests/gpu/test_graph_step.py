@@ -26,8 +26,7 @@ from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.cuda_graph import GraphStep
-from megatron_rl.training.static_step import find_shape
+from megatron_rl.training.cuda_graph import GraphStep, find_shape
 from megatron_rl.types import UserError
 from step_runs import Setup, build_ragged_batch, build_role, compare_modes, find_differences, take_steps
 from tiny_models import save_tiny_model

@@ -22,9 +22,8 @@ from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.cuda_graph import check_step_mode
+from megatron_rl.training.cuda_graph import StaticInputs, check_step_mode, describe_shape, find_shape
 from megatron_rl.training.optimizer import StepLoss
-from megatron_rl.training.static_step import StaticInputs, describe_shape, find_shape
 from megatron_rl.types import UserError
 from shards import make_shape
 from step_runs import Setup, build_ragged_batch, build_role, compare_modes, measure_padding

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer import executor, transports
-from megatron_rl.transfer.executor import Resharder, Transport
+from megatron_rl.transfer.executor import Resharder
 from megatron_rl.transfer.planner import Planner, RankPlan, group_shards
 from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import ShardBox, rows
@@ -83,7 +83,7 @@ def reshard(
         held = make_empty_shards(source[rank], dtype, PADDING_ROWS)
         filled = make_empty_shards(destination[rank], dtype, PADDING_ROWS)
         resharder = Resharder(
-            plan, held, filled, dist.group.WORLD, dtype=dtype, transport=Transport(bucket_bytes, transport)
+            plan, held, filled, dist.group.WORLD, dtype=dtype, bucket_bytes=bucket_bytes, transport=transport
         )
         for seed in (1, 2):
             full = make_full_tensors(shape, dtype, seed)
@@ -149,7 +149,8 @@ def meet_as_on_a_gpu(rank: int, world_size: int, transport: str) -> tuple[bool, 
         filled,
         dist.group.WORLD,
         dtype=torch.float32,
-        transport=Transport(1 << 10, transport),
+        bucket_bytes=1 << 10,
+        transport=transport,
     )
     resharder._device = torch.device("cuda", 0)
     resharder.run()
@@ -182,7 +183,8 @@ def refuse_to_map(rank: int, world_size: int, transport: str) -> str:
             make_empty_shards(destination[rank]),
             dist.group.WORLD,
             dtype=torch.float32,
-            transport=Transport(1 << 10, transport),
+            bucket_bytes=1 << 10,
+            transport=transport,
         ).transport
     except UserError as error:
         return error.found
@@ -206,9 +208,7 @@ def test_equal_layouts_copy_inside_the_rank() -> None:
         expected = cut_shards(tables[rank], make_full_tensors(shape))
         filled = make_empty_shards(tables[rank])
         plan = plan_tables(rank, tables, tables)
-        stats = Resharder(
-            plan, expected, filled, dist.group.WORLD, dtype=torch.float32, transport=Transport(1 << 10)
-        ).run()
+        stats = Resharder(plan, expected, filled, dist.group.WORLD, dtype=torch.float32, bucket_bytes=1 << 10).run()
         return find_differences(filled, expected), stats.bytes_moved, len(rounds)
 
     assert run_ranks(copy, 2, timeout=60) == [([], 0, 0)] * 2
@@ -231,7 +231,8 @@ def test_weights_are_converted_to_the_destinations_dtype(transport: str) -> None
             filled,
             dist.group.WORLD,
             dtype=torch.bfloat16,
-            transport=Transport(1 << 10, transport),
+            bucket_bytes=1 << 10,
+            transport=transport,
         ).run()
         rounded = {name: tensor.bfloat16() for name, tensor in full.items()}
         return find_differences(filled, cut_shards(destination[rank], rounded))
@@ -252,7 +253,7 @@ def test_ranks_of_a_plan_are_those_of_its_group() -> None:
         plan = plan_tables(group.rank(), source, destination)
         held = torch.nn.Parameter(torch.full((2,), float(rank)))
         filled = torch.nn.Parameter(torch.zeros(4))
-        Resharder(plan, {"p": held}, {"q": filled[1:3].detach()}, group, Transport(4), dtype=torch.float32).run()
+        Resharder(plan, {"p": held}, {"q": filled[1:3].detach()}, group, bucket_bytes=4, dtype=torch.float32).run()
         return filled.tolist()
 
     assert run_ranks(swap, 3, timeout=60) == [[], [0.0, 2.0, 2.0, 0.0], [0.0, 1.0, 1.0, 0.0]]
@@ -266,7 +267,13 @@ def switch_without_rank_2(rank: int, world_size: int, transport: str, leave: Cal
     destination = place_vllm(shape, world_size, 1)
     held, filled = make_empty_shards(source[rank]), make_empty_shards(destination[rank])
     resharder = Resharder(
-        plan_tables(rank, source, destination), held, filled, group, Transport(1 << 12, transport), dtype=torch.float32
+        plan_tables(rank, source, destination),
+        held,
+        filled,
+        group,
+        bucket_bytes=1 << 12,
+        transport=transport,
+        dtype=torch.float32,
     )
     resharder.run()
     if rank == 2:
@@ -315,9 +322,9 @@ def test_pull_without_shared_memory_is_refused_everywhere() -> None:
             make_empty_shards(destination[rank]),
             dist.group.WORLD,
         )
-        auto = Resharder(*arguments, dtype=torch.float32, transport=Transport(1 << 12, "auto")).transport
+        auto = Resharder(*arguments, dtype=torch.float32, bucket_bytes=1 << 12, transport="auto").transport
         try:
-            Resharder(*arguments, dtype=torch.float32, transport=Transport(1 << 12, "pull"))
+            Resharder(*arguments, dtype=torch.float32, bucket_bytes=1 << 12, transport="pull")
         except UserError as error:
             return auto, str(error)
         return auto, ""

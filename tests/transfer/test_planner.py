@@ -221,7 +221,7 @@ def test_pieces_come_from_the_nearest_owner(sizes: dict[str, int], rollout_tp: i
         owners = find_owners(op, source, destination)
         assert op.src_rank in owners
         if op.dst_rank in owners:
-            assert op.is_local
+            assert op.src_rank == op.dst_rank
         elif any(owner // 4 == op.dst_rank // 4 for owner in owners):
             assert op.src_rank // 4 == op.dst_rank // 4
 

@@ -22,8 +22,7 @@ from megatron_rl.run.inputs import read_rl_inputs
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
-from megatron_rl.weights.config_checks import MOST_MATRICES
-from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.model_config import MOST_MATRICES, load_model_shape
 from megatron_rl.weights.rollout_layout import check_engine
 from rl_runs import overrides_for
 from shards import make_shape

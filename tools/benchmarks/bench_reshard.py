@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import init_distributed, reduce_scalars
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.transfer.executor import Resharder, Transport
+from megatron_rl.transfer.executor import Resharder
 from megatron_rl.transfer.planner import Planner, group_shards
 from megatron_rl.transfer.transports import export_params, map_params
 from megatron_rl.types import UserError
@@ -126,7 +126,9 @@ class Bench:
             self.source,
             self.destination,
             dist.group.WORLD,
-            Transport(self.bucket_bytes, transport, self.world),
+            bucket_bytes=self.bucket_bytes,
+            transport=transport,
+            ranks_per_node=self.world,
             dtype=self.dtype,
         )
 

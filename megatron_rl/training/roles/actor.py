@@ -32,16 +32,14 @@ if TYPE_CHECKING:
 
 def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: TrainedConfig) -> EagerStep:
     """Build the microbatch runner for the configured `step_mode`."""
-    if config.step_mode == "graph":
-        from megatron_rl.training.cuda_graph import GraphStep, StageGraphStep
+    if config.step_mode == "eager":
+        return EagerStep(model, head, optimizer)
+    from megatron_rl.training.cuda_graph import GraphStep, StageGraphStep, StaticStep
 
-        kind = StageGraphStep if model.layout.pp_size > 1 else GraphStep
-        return kind(model, head, optimizer, config.graph_memory_gib)
     if config.step_mode == "static":
-        from megatron_rl.training.static_step import StaticStep
-
         return StaticStep(model, head, optimizer)
-    return EagerStep(model, head, optimizer)
+    kind = StageGraphStep if model.layout.pp_size > 1 else GraphStep
+    return kind(model, head, optimizer, config.graph_memory_gib)
 
 
 class LanguageModel:
