@@ -306,8 +306,9 @@ def follow(policy: ServedPolicy) -> None:
 
 
 def run_together(policy: ServedPolicy, kind: str, payload: dict[str, Any]) -> Any:
-    """Broadcast a command and run it on this rank, too."""
-    share_object((kind, payload), world())
+    """Broadcast a command, if other ranks are to follow it, and run it on this rank, too."""
+    if world().size() > 1:
+        share_object((kind, payload), world())
     return policy.run(kind, payload)
 
 
