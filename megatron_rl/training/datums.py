@@ -175,8 +175,8 @@ class _Table:
         for name, value in config.items():
             is_right = name in settable and _is_number(value)
             _require(is_right, f"config {name} = {value!r:.40}", f"numbers named {', '.join(settable) or '(none)'}")
-        is_list = isinstance(datums, Sequence) and len(datums) > 0
-        _require(is_list, f"{datums!r:.40}", "a list of Datum, not empty")
+        if not isinstance(datums, Sequence) or not datums:
+            _require(False, f"{datums!r:.40}", "a list of Datum, not empty")  # made for an error only: it shows arrays
         self.loss, values = loss, {**loss.defaults, **config}
         self.names = tuple(name for name in (*loss.needed, *loss.defaults) if name != "weights")
         rows = [_read_datum(index, datum, loss, values, packer) for index, datum in enumerate(datums)]

@@ -234,3 +234,17 @@ def refuse(rank: int, world_size: int, path: Path) -> None:
 
 def test_mistakes_are_refused(model: tuple[Path, Any]) -> None:
     run_ranks(refuse, 1, model[0], timeout=60)
+
+
+def run_unprinted(rank: int, world_size: int, path: Path) -> None:
+    def fail(datum: Datum) -> str:
+        raise AssertionError("a text of all data, which no one reads, takes as long as a pass of a small model")
+
+    _, passes = open_passes(Case(), path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Datum, "__repr__", fail)
+        passes.run(draw("ppo"), "ppo", {}, backward=True)
+
+
+def test_data_are_not_printed_unless_they_are_refused(model: tuple[Path, Any]) -> None:
+    run_ranks(run_unprinted, 1, model[0], timeout=60)

@@ -8,6 +8,7 @@ A permanent mistake is answered with 400, 404 or 422, which the client raises at
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import ipaddress
 import json
@@ -33,6 +34,7 @@ from tools.serving.wire import parse_forward_backward, refuse
 LONG_POLL_SECONDS = 30.0  # the client gives up after 45
 MOST_BYTES = 64 << 20  # of a body; the client splits data at 5 MB, but a single datum may be larger
 _PREFIX = "/api/v1/"
+_CHECKED = (b"x-api-key", b"host", b"content-length")
 _KEY = re.compile(r"tml-[\x21-\x7e]{1,200}")
 _FILES = f"{_PREFIX}files/"  # by signed addresses, without a key
 _URL_SECONDS = 3600
@@ -77,6 +79,7 @@ def find_owner(key: str, owners: Mapping[str, str] | None) -> str | None:
     return found
 
 
+@functools.lru_cache(maxsize=64)
 def is_own_host(header: str, host: str) -> bool:
     """Return whether a Host header is an address, localhost or the name of this server (against DNS rebinding)."""
     name = re.sub(r":\d+$", "", header).strip("[]").lower()
@@ -97,7 +100,8 @@ class _Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        given = ((name.lower(), value) for name, value in scope["headers"])
+        headers = {name.decode(): value.decode("latin-1") for name, value in given if name in _CHECKED}
         owner = find_owner(headers.get("x-api-key", ""), self._owners)
         refusal = None
         if not is_own_host(headers.get("host", ""), self._host):
@@ -135,8 +139,8 @@ def build_app(state: ServerState, owners: Mapping[str, str] | None, host: str) -
     app.add_exception_handler(BusyError, _answer(429))
     app.add_exception_handler(_TooLongError, _answer(413))
     app.add_exception_handler(Exception, _answer(422))  # not 500, after which the client would repeat it for minutes
+    _add_work(app, state)  # first, as routes are tried in their order
     _add_sessions(app, state)
-    _add_work(app, state)
     _add_lists(app, state)
     _add_files(app, state)
     return _Gate(app, owners, host)
@@ -170,7 +174,7 @@ def _add_json(app: FastAPI, name: str, act: Callable[[str, dict[str, Any]], Any]
     async def post(request: Request) -> Response:
         return JSONResponse(act(request.state.owner, await _read(request)))
 
-    app.add_api_route(_PREFIX + name, post, methods=["POST"])
+    app.add_route(_PREFIX + name, post, methods=["POST"])
 
 
 def _add_sessions(app: FastAPI, state: ServerState) -> None:
@@ -202,34 +206,24 @@ def _add_sessions(app: FastAPI, state: ServerState) -> None:
 
 def _add_work(app: FastAPI, state: ServerState) -> None:
     queue = state.queue
-    for name, act in {
-        "create_model": state.create_model,
-        "get_info": state.describe_model,
-        "optim_step": state.optim_step,
-        "save_weights": state.save_weights,
-        "save_weights_external": state.save_weights_external,
-        "save_weights_for_sampler": state.save_weights_for_sampler,
-        "load_weights": state.load_weights,
-        "create_sampling_session": state.open_sampler,
-    }.items():
-        _add_json(app, name, act)
 
-    async def forward_backward(request: Request) -> Any:
+    async def forward_backward(request: Request) -> Response:
         if (coding := request.headers.get("content-encoding", "identity")) != "identity":
             raise refuse(f"a body in {coding}", "forward_backward", "no content encoding")
         body = await request.body()
-        return state.forward_backward(request.state.owner, parse_forward_backward(body), len(body))
+        return JSONResponse(state.forward_backward(request.state.owner, parse_forward_backward(body), len(body)))
 
-    async def asample(request: Request) -> Any:
-        return state.sample(request.state.owner, await _read(request), len(await request.body()))
+    async def asample(request: Request) -> Response:
+        return JSONResponse(state.sample(request.state.owner, await _read(request), len(await request.body())))
 
     async def retrieve(request: Request) -> Response:
         request_id = str((await _read(request)).get("request_id"))
         future = queue.find(request_id) if state.owns_request(request.state.owner, request_id) else None
         if future is None:
             return JSONResponse({"detail": f"there is no request {request_id!r:.200}, or its answer has expired"}, 410)
-        done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=LONG_POLL_SECONDS)
-        if not done:
+        if not future.done():
+            await asyncio.wait([asyncio.wrap_future(future)], timeout=LONG_POLL_SECONDS)
+        if not future.done():
             return JSONResponse({"detail": "not yet"}, 408)
         answer = future.result()
         return Response(answer.body, media_type=answer.media_type)
@@ -240,13 +234,25 @@ def _add_work(app: FastAPI, state: ServerState) -> None:
             queue.cancel(request_id)
         return Response(status_code=204)
 
+    # Plain routes of Starlette, without FastAPI's reading of arguments; the most frequent first.
     for name, post in (
-        ("forward_backward", forward_backward),
-        ("asample", asample),
         ("retrieve_future", retrieve),
+        ("asample", asample),
+        ("forward_backward", forward_backward),
         ("cancel_future", cancel),
     ):
-        app.add_api_route(_PREFIX + name, post, methods=["POST"])
+        app.add_route(_PREFIX + name, post, methods=["POST"])
+    for name, act in {
+        "optim_step": state.optim_step,
+        "save_weights_for_sampler": state.save_weights_for_sampler,
+        "create_model": state.create_model,
+        "get_info": state.describe_model,
+        "save_weights": state.save_weights,
+        "save_weights_external": state.save_weights_external,
+        "load_weights": state.load_weights,
+        "create_sampling_session": state.open_sampler,
+    }.items():
+        _add_json(app, name, act)
 
 
 def describe_run(state: ServerState, owner: str, run: str) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Call:
     group: Any = None
     size: int = 0
     answer: Future[Answer] = field(default_factory=Future)
-    finished_at: float | None = None
+    finished_at: float = 0.0
 
     def __post_init__(self) -> None:
         """Make the answer one that a waiting client cannot cancel."""
@@ -105,6 +105,7 @@ class RequestQueue:
         self._ready: deque[Call] = deque()
         self._sequences: dict[str, _Sequence] = {}
         self._calls: dict[str, Call] = {}
+        self._finished: deque[Call] = deque()  # in the order of `finished_at`
         self._held = 0  # bytes of the calls that wait
 
     def open_model(self, model_id: str) -> bool:
@@ -113,6 +114,14 @@ class RequestQueue:
             is_new = model_id not in self._sequences
             self._sequences.setdefault(model_id, _Sequence(since=self._now()))
             return is_new
+
+    def close_model(self, model_id: str) -> None:
+        """End the numbered requests of a model; those that wait for an earlier one run, and find no model."""
+        with self._changed:
+            sequence = self._sequences.pop(model_id, None)
+            if sequence is not None:
+                self._ready.extend(call for _, call in sorted(sequence.waiting.items()))
+                self._changed.notify()
 
     def add(self, call: Call) -> None:
         """Add a call without a number; one with the same id is a repetition.
@@ -133,7 +142,9 @@ class RequestQueue:
             BusyError: too many bytes wait; never for the number that is to run next.
         """
         with self._changed:
-            sequence = self._sequences[model_id]
+            if (sequence := self._sequences.get(model_id)) is None:  # closed since the request came
+                self.add(call)
+                return
             if number < sequence.next or number in sequence.waiting:
                 return
             self._admit(call, is_due=number == sequence.next)
@@ -150,7 +161,8 @@ class RequestQueue:
     def _admit(self, call: Call, is_due: bool = False) -> None:
         most_samples, most_bytes = self._limits
         is_full = self._held + call.size > most_bytes and self._held > 0 and not is_due
-        if is_full or (call.kind == SAMPLE and sum(one.kind == SAMPLE for one in self._ready) >= most_samples):
+        is_crowded = call.kind == SAMPLE and len(self._ready) >= most_samples
+        if is_full or (is_crowded and sum(one.kind == SAMPLE for one in self._ready) >= most_samples):
             raise BusyError("too many requests wait; send it again in a second")
         self._held += call.size
         self._calls[call.request_id] = call
@@ -184,6 +196,7 @@ class RequestQueue:
         with self._changed:
             self._held -= call.size
             call.payload, call.finished_at = None, self._now()
+            self._finished.append(call)
         call.answer.set_result(answer)
 
     def find(self, request_id: str) -> Future[Answer] | None:
@@ -208,9 +221,8 @@ class RequestQueue:
     def _clean(self) -> None:
         """Forget old answers, and end the wait for requests that never came."""
         now = self._now()
-        for request_id, call in [*self._calls.items()]:
-            if call.finished_at is not None and now - call.finished_at > self._keep_seconds:
-                del self._calls[request_id]
+        while self._finished and now - self._finished[0].finished_at > self._keep_seconds:
+            self._calls.pop(self._finished.popleft().request_id, None)
         for model_id, sequence in self._sequences.items():
             if sequence.waiting and now - sequence.since > self._gap_seconds:
                 error = UserError(

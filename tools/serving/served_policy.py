@@ -56,6 +56,7 @@ class ServedPolicy:
         self._parked: dict[str, Any] = {}  # models whose state is not in the policy
         self._initial = copy_state(run.policy)
         self._versions: dict[str, Any] = {BASE: copy_weights(run.policy.model)}
+        self._present: set[str] = set()  # snapshots that equal the present weights of `model`
         self._held: str | None = None  # the version that the model has until `_sleep`
         self._in_engine: str | None = None  # the version that the engines have, while they are awake
         self._awake = ExitStack()
@@ -89,6 +90,7 @@ class ServedPolicy:
         if self.model is not None:
             self._parked[self.model] = copy_state(self._policy)
         self.model = None  # until the other's state is complete
+        self._present.clear()
         put_state(self._policy, self._parked.get(model or "", self._initial))
         self._parked.pop(model or "", None)
         self.model = model
@@ -99,6 +101,7 @@ class ServedPolicy:
 
     def _create(self, model: str, saved: Saved | None, lora: Lora | None = None, with_optimizer: bool = False) -> int:
         self._exchange(model)
+        self._present.clear()
         if saved is not None:
             return self._load(model, saved, with_optimizer)
         if lora is not None and self._config.actor.lora.path is None:
@@ -115,6 +118,7 @@ class ServedPolicy:
         return self._policy.role.policy_version
 
     def _read(self, saved: Saved) -> None:
+        self._present.clear()
         if saved.is_export:
             read_export(self._policy, saved.directory)
         else:
@@ -128,16 +132,20 @@ class ServedPolicy:
             self._policy.model.adapters.live_scale.fill_(scale)
 
     def _change(self, model: str) -> None:
+        self._present.clear()
         self._updates[model] += 1
         self._forget(model)
 
     def _forget(self, version: str) -> None:
         self._versions.pop(version, None)
+        self._present.discard(version)
         if (name := self._kept.pop(version, None)) and (slots := getattr(self._policy.hybrid.engine, "slots", None)):
             slots.drop(name)
 
     def _forward_backward(self, model: str, backward: bool = True, **given: Any) -> bytes:
         self._exchange(model)
+        if backward:
+            self._present.clear()  # counts of experts' tokens, for one
         return write_outputs(*self._policy.forward_backward_datums(**given, backward=backward))
 
     def _forward(self, **given: Any) -> bytes:
@@ -169,7 +177,9 @@ class ServedPolicy:
     def _snapshot(self, model: str, version: str | None) -> None:
         self._exchange(model)
         if version is not None:
-            self._versions[version] = copy_weights(self._policy.model)
+            same = next(iter(self._present), None)
+            self._versions[version] = copy_weights(self._policy.model) if same is None else self._versions[same]
+            self._present.add(version)
 
     def _drop(self, names: Sequence[str]) -> None:
         self._sleep()
@@ -178,6 +188,7 @@ class ServedPolicy:
             self._parked.pop(name, None)
             if name == self.model:
                 self.model = None
+                self._present.clear()
                 put_state(self._policy, self._initial)
 
     def _sample(self, jobs: Sequence[SampleJob]) -> list[bytes]:
@@ -249,7 +260,7 @@ class ServedPolicy:
         """
         if version in self._parked:
             self._exchange(version)
-        if version != self.model:
+        if version != self.model and version not in self._present:
             if version not in self._versions:
                 assert saved is not None, "a snapshot is kept until it is dropped"
                 self._versions[version] = self._read_version(saved)

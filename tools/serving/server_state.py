@@ -143,6 +143,7 @@ class ServerState:
     def _forget(self, models: list[str]) -> dict[str, Any]:
         for model_id in models:
             self.models.pop(model_id).is_created = False  # for calls that still wait
+            self.queue.close_model(model_id)
         return {}
 
     def close_silent(self) -> None:

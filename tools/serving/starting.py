@@ -201,7 +201,8 @@ def lead(policy: ServedPolicy, state: ServerState, run: Primitives, app: Any, bo
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *unused: stopping.set())
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=75))
+    plain = dict(log_level="warning", lifespan="off", access_log=False, server_header=False, date_header=False)
+    server = uvicorn.Server(uvicorn.Config(app, timeout_keep_alive=75, **plain))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="http", daemon=True)
     thread.start()
     page = open_status_page(run, state)
@@ -305,8 +306,9 @@ def follow(policy: ServedPolicy) -> None:
 
 
 def run_together(policy: ServedPolicy, kind: str, payload: dict[str, Any]) -> Any:
-    """Broadcast a command and run it on this rank, too."""
-    share_object((kind, payload), world())
+    """Broadcast a command, if other ranks are to follow it, and run it on this rank, too."""
+    if world().size() > 1:
+        share_object((kind, payload), world())
     return policy.run(kind, payload)
 
 

@@ -8,6 +8,8 @@ fields of a `oneof` as plain fields, which have the same bytes.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -160,14 +162,14 @@ def write_like(tensor: Any, values: np.ndarray) -> Any:
 
 def read_tensor(tensor: Any, where: str, empty: int = 0) -> np.ndarray:
     """Return a tensor, dense; cells that a sparse one does not have are `empty`."""
-    dtype, shape = _TYPES.get(tensor.dtype), list[int](tensor.shape)
+    dtype, shape = _TYPES.get(tensor.dtype), [*tensor.shape]
     if dtype is None or tensor.dtype not in (_FLOAT32, _INT64):
         raise refuse(f"{where}: dtype {tensor.dtype}", where, "float32 or int64")
     if len(shape) > 2 or (len(shape) == 2 and not 1 <= shape[1] <= _MOST_TARGETS):
         raise refuse(f"{where}: shape {shape}", where, f"[N], or [N, K] with at most {_MOST_TARGETS} columns")
     if not tensor.HasField("sparse_csr"):
         values = _read(tensor.dense, dtype, where)
-        if shape and np.prod(shape) != len(values):
+        if shape and math.prod(shape) != len(values):
             raise refuse(f"{where}: {len(values)} values of shape {shape}", where)
         return values.reshape(shape or len(values))
     sparse = tensor.sparse_csr
@@ -192,13 +194,13 @@ def write_outputs(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) 
         metrics: `name:reduction` -> value; the client needs `loss:sum`.
     """
     out = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=metrics)
-    for values in logprobs:
-        record = out.loss_fn_outputs.add(num_datums=1)
-        data = np.ascontiguousarray(values, "<f4").tobytes()
-        offsets = np.array([0, len(data)], "<i8").tobytes()
+    for trailing_shape, group in itertools.groupby(logprobs, lambda values: values.shape[1:]):
+        rows = [np.ascontiguousarray(values, "<f4") for values in group]
+        record = out.loss_fn_outputs.add(num_datums=len(rows))
         batched = record.fields["logprobs"]
-        batched.data, batched.offsets, batched.dtype = data, offsets, _FLOAT32
-        batched.trailing_shape.extend(values.shape[1:])
+        batched.data, batched.dtype = b"".join(rows), _FLOAT32
+        batched.offsets = np.cumsum([0, *(values.nbytes for values in rows)], dtype="<i8").tobytes()
+        batched.trailing_shape.extend(trailing_shape)
     return out.SerializeToString()
 
 

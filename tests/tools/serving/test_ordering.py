@@ -151,3 +151,16 @@ def test_the_number_that_is_due_is_admitted_at_the_limit() -> None:
         queue.add_numbered("a", 3, make_call("a", 3, size=10))
     queue.add_numbered("a", 1, make_call("a", 1, size=10))
     assert drain(queue) == ["a/1", "a/2"]
+
+
+def test_a_closed_model_leaves_nothing_behind() -> None:
+    queue = RequestQueue(most_bytes=10)
+    queue.open_model("a")
+    queue.add_numbered("a", 1, make_call("a", 1))
+    for number in (4, 3):  # which wait for 2
+        queue.add_numbered("a", number, make_call("a", number, size=4))
+    queue.close_model("a")
+    queue.close_model("unknown")
+    queue.add_numbered("a", 2, make_call("a", 2, size=0))  # its request came before, and this thread was slower
+    assert queue.count()["early"] == 0 and drain(queue) == ["a/1", "a/3", "a/4", "a/2"]
+    assert queue.open_model("a")

@@ -162,7 +162,12 @@ class Client:
 
 def read_logprobs(answer: bytes) -> list[np.ndarray]:
     found = MESSAGES["ForwardBackwardOutput"].FromString(answer)
-    return [np.frombuffer(record.fields["logprobs"].data, "<f4") for record in found.loss_fn_outputs]
+    fields = [record.fields["logprobs"] for record in found.loss_fn_outputs]
+    return [
+        part
+        for field in fields
+        for part in np.split(np.frombuffer(field.data, "<f4"), np.frombuffer(field.offsets, "<i8")[1:-1] // 4)
+    ]
 
 
 def sample(post: Post, session: str, number: int, **more: Any) -> Any:

@@ -67,13 +67,19 @@ def test_data_come_as_they_were_sent() -> None:
 
 
 def test_answers_can_be_read_back() -> None:
-    rows = [np.array([-1.5, -2.0], np.float32), np.arange(6, dtype=np.float32).reshape(3, 2)]
+    """Neighbors of one width share a record, which the client reads faster than many."""
+    flat, table = np.array([-1.5, -2.0], np.float32), np.arange(6, dtype=np.float32).reshape(3, 2)
+    rows = [flat, flat[:1], table, flat[::-1]]
     found = MESSAGES["ForwardBackwardOutput"].FromString(write_outputs(rows, {"loss:sum": 2.5}))
-    assert dict(found.metrics) == {"loss:sum": 2.5} and [one.num_datums for one in found.loss_fn_outputs] == [1, 1]
-    for row, record in zip(rows, found.loss_fn_outputs, strict=True):
+    assert dict(found.metrics) == {"loss:sum": 2.5} and [one.num_datums for one in found.loss_fn_outputs] == [2, 1, 1]
+    read = []
+    for record in found.loss_fn_outputs:
         field = record.fields["logprobs"]
-        assert np.array_equal(np.frombuffer(field.data, "<f4").reshape(-1, *field.trailing_shape), row)
-        assert np.frombuffer(field.offsets, "<i8").tolist() == [0, row.nbytes]
+        offsets = np.frombuffer(field.offsets, "<i8")
+        assert len(offsets) == record.num_datums + 1 and offsets[0] == 0 and offsets[-1] == len(field.data)
+        parts = np.split(np.frombuffer(field.data, "<f4"), offsets[1:-1] // 4)
+        read += [part.reshape(-1, *field.trailing_shape) for part in parts]
+    assert all(np.array_equal(one, other) for one, other in zip(read, rows, strict=True))
 
 
 def test_samples_can_be_read_back() -> None:
