@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the decorator from here
     ADVANTAGE_ESTIMATORS,
+    find_options,
     register_advantage_estimator,
 )
 from megatron_rl.algorithms.plugin_types import AdvantageInputs, Advantages, number_segments
-from megatron_rl.config.fields import find_options
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.extension.registry import find_entry
 from megatron_rl.types import UserError
 
 _SETTING = "algorithm.adv_estimator"
@@ -40,7 +39,7 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
         UserError: unknown estimator, missing critic, or a plugin's result is not [t] tensors.
     """
     name = config.adv_estimator
-    estimator = find_entry(ADVANTAGE_ESTIMATORS, name, _SETTING)
+    estimator = ADVANTAGE_ESTIMATORS[name]
     if estimator.needs_values and inputs.values is None:
         raise UserError(
             f'{_SETTING} = "{name}" needs values, and there is no critic',

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_rl.config.algorithm import DroOptions, GdpoOptions
-from megatron_rl.config.schema import ACTOR_DECIDES, MISSING, AlgorithmConfig, LayoutConfig, RunConfig
+from megatron_rl.config.algorithm import OPTIONS
+from megatron_rl.config.schema import ACTOR_DECIDES, MISSING, LayoutConfig, RunConfig
 from megatron_rl.types import UserError
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -270,8 +270,6 @@ def _type_hint(info: FieldInfo, value: Any) -> str:
 
 
 PREFIX = "algorithm.options"
-# Name of an estimator, loss or aggregation -> the dataclass of its options.
-OPTIONS: dict[str, type] = {"dro": DroOptions, "gdpo": GdpoOptions}
 
 
 def list_options() -> dict[str, FieldInfo]:
@@ -279,10 +277,3 @@ def list_options() -> dict[str, FieldInfo]:
     return {
         key: info for name, options in OPTIONS.items() for key, info in read_fields(options, f"{PREFIX}.{name}").items()
     }
-
-
-def find_options(config: AlgorithmConfig, name: str) -> Any:
-    """Return the options of the plugin `name` in this run; None if it has declared none."""
-    if name in config.options or name not in OPTIONS:
-        return config.options.get(name)
-    return OPTIONS[name]()  # a config that was not read from settings

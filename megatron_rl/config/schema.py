@@ -26,7 +26,7 @@ from megatron_rl.config.sections import (
     ServerConfig,
     option,
 )
-from megatron_rl.extension.registry import find_engine
+from megatron_rl.extension.registry import ENGINES
 
 TRAINED = ("actor", "critic")  # sections of roles with an optimizer
 REWARD_MODEL = "model"  # the source of rewards; NAME of `reward_model.further` is model:NAME
@@ -227,7 +227,7 @@ class RolloutConfig(SamplingSettings):
 
     def supports(self, ability: str) -> bool:
         """Whether the engine has one of `extension.registry.ABILITIES`; UserError for an unknown engine."""
-        return find_engine(self.engine).has(ability)
+        return ENGINES[self.engine].has(ability)
 
 
 @dataclass(frozen=True, kw_only=True)

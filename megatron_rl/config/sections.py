@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Literal
 
 MISSING = dataclasses.MISSING
@@ -149,7 +150,7 @@ class AgentsConfig:
         "follow the template, which forks the episode.",
     )
 
-    @property
+    @cached_property
     def has_episodes(self) -> bool:
         """Whether an environment, tools or a program make episodes of several turns."""
         return self.environment is not None or self.program is not None or bool(self.tools)
@@ -393,7 +394,7 @@ class SamplingSettings:
         {}, "Exceptions by set: its name -> any of n, temperature, top_p, top_k, thinking_budget."
     )
 
-    @property
+    @cached_property
     def is_truncated(self) -> bool:
         """Whether rollouts are drawn from a part of the vocabulary."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0 or self.min_tokens > 0

@@ -264,7 +264,8 @@ class Checkpoints:
             Preempted: a signal was received; the end of the last step is saved.
             UserError: saving failed (now or too often), or another job has taken the directory.
         """
-        self._opened.lock.check()
+        if self._opened.lock.lost:
+            raise self._opened.lock.lost
         self._saver.poll()
         self._check_failures()
         number = torch.tensor(self._opened.stop.signal)

@@ -81,7 +81,7 @@ class RunLock:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / LOCK_FILE
-        self._lost_to: Owner | None = None
+        self.lost: UserError | None = None  # after another job has taken it over
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._keep_fresh, name="run-lock", daemon=True)
 
@@ -115,16 +115,6 @@ class RunLock:
                 taken_over = f"{self.path.parent} was held by {owner}, which is gone: its lock was taken over"
         self._thread.start()
         return taken_over
-
-    def check(self) -> None:
-        """Check that an acquired lock is still held (UserError if another job has taken it over)."""
-        if self._lost_to is not None:
-            raise UserError(
-                f"the run directory was taken over by {self._lost_to}",
-                source=str(self.path),
-                expected="one job that writes to it",
-                hint=f"this process gave no sign of life for {_DEAD_SECONDS:.0f} s; let the other job continue",
-            )
 
     def release(self) -> None:
         """Release the lock; may be called again."""
@@ -212,7 +202,12 @@ class RunLock:
                 elif owner == self._me:
                     os.utime(self.path)
                 else:
-                    self._lost_to = owner
+                    self.lost = UserError(
+                        f"the run directory was taken over by {owner}",
+                        source=str(self.path),
+                        expected="one job that writes to it",
+                        hint=f"this process gave no sign of life for {_DEAD_SECONDS:.0f} s; let the other job continue",
+                    )
                     return
             except Exception as error:  # logged, since the next beat may succeed
                 _LOG.warning("%s: no heartbeat: %r", self.path, error)

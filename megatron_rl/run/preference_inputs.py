@@ -14,7 +14,6 @@ from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.data.preference_rows import PreferenceSet, load_preferences
 from megatron_rl.data.prompts import name_files
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.extension.registry import find_entry
 from megatron_rl.run.inputs import SftInputs, check_mixture, check_paths
 from megatron_rl.run.models import RoleInputs, note_models, read_models, resolve, resolve_sft
 from megatron_rl.types import UserError
@@ -40,7 +39,7 @@ def plan_preferences(config: RunConfig, world_size: int, num_examples: int | Non
         from megatron_rl.extension.user_code import load_plugins
 
         load_plugins(config.algorithm.plugins)
-    find_entry(PREFERENCE_LOSSES, config.preference.loss, "preference.loss")
+    PREFERENCE_LOSSES[config.preference.loss]  # or a UserError
     if config.algorithm.kl_coef not in (0.0, config.preference.beta):
         raise UserError(
             f"algorithm.kl_coef = {config.algorithm.kl_coef} with preferences",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithms.aggregation import aggregate, build_ledger
-from megatron_rl.config.fields import find_options
+from megatron_rl.algorithms.catalog import find_options
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
