@@ -49,6 +49,9 @@ _EARLIER = {
         for leaf in ACTOR_DECIDES
     },
     "agents.episode_timeout_seconds": Ignored("agents.turn_timeout_seconds bounds each answer"),
+    **each(
+        "actor.lora.rslora critic.lora.rslora", Only((False,), "multiply lora.alpha by sqrt(lora.rank), the same scale")
+    ),
     **each("agents.max_failed_share reward.max_failed_share", Only((0.5,), "set trainer.max_failed_share instead")),
     "agents.workers": Ignored("an engine's episodes are forked from one process"),
     **each("critic.offload_gradients critic.overlap_grad_reduce", Ignored("the actor's setting decides for both")),
@@ -64,6 +67,7 @@ _EARLIER = {
     "data.validation_batch_size": Only((), _GONE),
     "reward.service_backoff_seconds": Only((0.5,), _GONE),
     "reward.service_fallback_reward": Only((0.0,), "nothing is learned from such a response, and 0 is logged"),
+    "reward.service_timeout_seconds": Renamed("reward.timeout_seconds"),
     "reward.service_url": Only((), "give the URL as reward.function, or in reward.components"),
     "reward.service_max_answer_bytes": Only((64 << 20,), _GONE),
     "reward_model.logprob_chunk_tokens": Only((None, 512), "a reward model has no log-probs of tokens"),

@@ -279,11 +279,14 @@ class RewardConfig:
     workers: int = option(0, "Processes per rank for rules and functions; 0: in the rank itself.", "processes", ge=0)
     worker_secrets: list[str] = option([], "Variables that workers get although their names say key, token or secret.")
     timeout_seconds: float = option(
-        60.0, "A function that takes longer for one response ends the run (needs workers).", "seconds", gt=0
+        60.0,
+        "Time limit of a function for one response, which ends the run (needs workers), and of a request to a service, "
+        "its answer included.",
+        "seconds",
+        gt=0,
     )
     service_batch_size: int = option(64, "Responses per request.", "responses", ge=1)
     service_concurrency: int = option(4, "Requests of one rank at a time.", "requests", ge=1)
-    service_timeout_seconds: float = option(60.0, "Time limit of one request, its answer included.", "seconds", gt=0)
     service_retries: int = option(
         4, "Further attempts after a failed request, with exponential backoff.", "attempts", ge=0
     )

@@ -38,8 +38,11 @@ class LoraConfig:
     """Low-rank adapters (LoRA, 2106.09685): they are trained, and the model stays frozen."""
 
     rank: int = option(0, "Rank of the adapters; 0: the model itself is trained.", ge=0)
-    alpha: float | None = option(None, "Adapters are scaled by alpha / rank; default: twice the rank.", gt=0)
-    rslora: bool = option(False, "Multiply by alpha / sqrt(rank) instead (rsLoRA, 2312.03732).")
+    alpha: float | None = option(
+        None,
+        "Adapters are scaled by alpha / rank; default: twice the rank. rsLoRA (2312.03732): alpha times sqrt(rank).",
+        gt=0,
+    )
     target_modules: list[str] = option(
         [ALL_LINEAR],
         "Matrices with adapters, in PEFT's words: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj "
@@ -50,8 +53,7 @@ class LoraConfig:
     @property
     def scale(self) -> float:
         """Factor of the product B A."""
-        alpha = 2.0 * self.rank if self.alpha is None else self.alpha
-        return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return 2.0 if self.alpha is None else self.alpha / self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
