@@ -19,8 +19,7 @@ from megatron_rl.compat import name_groups, name_tables, sft_names, trl, verl_de
 from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs, each, look_up, note, same
 from megatron_rl.compat.name_tables import PATTERNS
 from megatron_rl.config.checked import Mistakes
-from megatron_rl.config.fields import FieldInfo, list_fields, list_options, section_classes
-from megatron_rl.config.rendering import WIDTH, render
+from megatron_rl.config.fields import WIDTH, FieldInfo, list_fields, list_options, render, section_classes
 from megatron_rl.config.schema import ACTOR_DECIDES
 from megatron_rl.config.sources import Setting, describe
 from megatron_rl.config.suggestions import unknown_key_error

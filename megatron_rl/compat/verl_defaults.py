@@ -16,8 +16,7 @@ from typing import Any
 from megatron_rl.compat.kinds import same
 from megatron_rl.compat.name_groups import ESTIMATORS
 from megatron_rl.config.checked import Mistakes
-from megatron_rl.config.fields import FieldInfo
-from megatron_rl.config.rendering import render
+from megatron_rl.config.fields import FieldInfo, render
 from megatron_rl.config.sources import ASSUMED, RECIPE, Setting, describe, read_recipe
 from megatron_rl.types import UserError
 

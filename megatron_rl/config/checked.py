@@ -12,8 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from megatron_rl.config.algorithm import OPTIONS
-from megatron_rl.config.fields import PREFIX
-from megatron_rl.config.rendering import render
+from megatron_rl.config.fields import PREFIX, render
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.extension.registry import ENGINES, name_engines
 from megatron_rl.types import UserError, UserErrors

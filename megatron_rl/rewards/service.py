@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_rl.config.rendering import redact
+from megatron_rl.config.fields import redact
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.scoring import Score, parse_score, shorten
 from megatron_rl.types import SERVICE_FAILURES, Rollout, UserError

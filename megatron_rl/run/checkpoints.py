@@ -23,7 +23,7 @@ from megatron_rl.checkpoint.files import explain_os_error, find_model_files, lis
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.saving import CheckpointSaver, RankState, SaveOutcome, read_rng, save_now
-from megatron_rl.config.rendering import dump_yaml
+from megatron_rl.config.fields import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.collectives import failing_together, raise_together, world
 from megatron_rl.rollout.stream import RolloutStream

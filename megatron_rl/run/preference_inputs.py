@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_rl.algorithms.catalog import PREFERENCE_LOSSES
+from megatron_rl.config.checked import CheckedConfig
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import AlgorithmConfig, RunConfig
 from megatron_rl.config.sft_plan import SftPlan
@@ -47,13 +48,9 @@ def plan_preferences(config: RunConfig, world_size: int, num_examples: int | Non
             expected="0: the weight of the reference is preference.beta",
             hint=f"set preference.beta={config.algorithm.kl_coef} instead (TRL's beta)",
         )
-    if config.actor.step_mode != "eager":
-        raise UserError(
-            f"actor.step_mode = {config.actor.step_mode!r} with preferences, whose loss has no fixed shape",
-            source="actor.step_mode",
-            expected="eager",
-            hint="leave actor.step_mode out",
-        )
+    checked = CheckedConfig(config)
+    checked.allow("actor.step_mode", "eager", "with preferences, whose loss has no fixed shape", "leave it out")
+    checked.mistakes.raise_all()
     if config.preference.loss == "kto" and config.data.train_batch_size < 2:
         raise UserError(
             "data.train_batch_size = 1 with preference.loss = 'kto', whose baseline is of responses to other prompts",

@@ -140,5 +140,5 @@ def test_servers_are_as_many_as_engines() -> None:
 
 
 def test_fine_tuning_has_one_role() -> None:
-    with pytest.raises(UserError, match="placement.actor in supervised fine-tuning, which has one role"):
+    with pytest.raises(UserError, match="placement.actor = '0' in supervised fine-tuning, which has one role"):
         SftPlan.build(replace(PPO, placement=PlacementConfig(actor="0")), 2)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from megatron_rl.config.rendering import dump_yaml
+from megatron_rl.config.fields import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.planning.admission import list_candidates, read_job

@@ -19,7 +19,7 @@ import megatron_rl
 from distributed import run_ranks
 from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, RegisteredEstimator
 from megatron_rl.extension.registry import Registry
-from megatron_rl.run.lock import RunLock
+from megatron_rl.run.opening import RunLock
 from megatron_rl.types import UserError
 from rl_runs import overrides_for
 

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.run.lock import Owner, RunLock
+from megatron_rl.run.opening import Owner, RunLock
 from megatron_rl.types import UserError
 
 
 @pytest.fixture(autouse=True)
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.run.lock._BEAT_SECONDS", 0.05)
-    monkeypatch.setattr("megatron_rl.run.lock._DEAD_SECONDS", 1.0)
+    monkeypatch.setattr("megatron_rl.run.opening._BEAT_SECONDS", 0.05)
+    monkeypatch.setattr("megatron_rl.run.opening._DEAD_SECONDS", 1.0)
 
 
 def write_lock(run_dir: Path, owner: Owner, age: float = 0.0) -> Path:
@@ -116,7 +116,7 @@ def test_a_heartbeat_on_another_machine_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_was_cut_off_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.run.lock._DEAD_SECONDS", 0.3)
+    monkeypatch.setattr("megatron_rl.run.opening._DEAD_SECONDS", 0.3)
     (tmp_path / "run.lock").write_text('{"host": "no')
     assert "an unknown host" in RunLock(tmp_path).acquire()
 
