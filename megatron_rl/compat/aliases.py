@@ -82,17 +82,13 @@ _GROUPS = (*name_groups.GROUPS, *trl.GROUPS)
 _OF_SFT = {**_ALIASES, **sft_names.ALIASES}, (*sft_names.GROUPS, *_GROUPS), {**_PATTERNS, **sft_names.OWN_PATTERNS}
 
 
-def alias_names() -> list[str]:
-    """Return the setting names of verl, TRL and earlier versions of this package that a recipe may use."""
-    return [*_OF_SFT[0], *(name for group in _OF_SFT[1] for name in group.names)]
+def alias_targets() -> dict[str, str | None]:
+    """Return the names of verl, TRL and earlier versions of this package that a recipe may use.
 
-
-def alias_target(name: str) -> str | None:
-    """Return the setting that a foreign name is a plain rename of, or `None` if it needs translation."""
-    alias = _ALIASES.get(name)
-    if isinstance(alias, Renamed):
-        return alias.target
-    return next((group.targets[name] for group in _GROUPS if name in group.targets), None)
+    Each has the setting that it is a plain rename of, or `None` if it needs translation.
+    """
+    found = {name: one.target if isinstance(one, Renamed) else None for name, one in _OF_SFT[0].items()}
+    return found | {name: group.targets.get(name) for group in _OF_SFT[1] for name in group.names}
 
 
 def find_ranks(settings: Sequence[Setting]) -> int | None:
@@ -153,7 +149,7 @@ def translate(
                 if alias is None:
                     pattern = next((pattern for pattern in patterns if fnmatchcase(setting.name, pattern)), None)
                     if pattern is None:
-                        raise unknown_key_error(setting.name, setting.source, fields, alias_names())
+                        raise unknown_key_error(setting.name, setting.source, fields, alias_targets())
                     alias = patterns[pattern]
                 idle += _ignore(setting, alias)
     for setting, alias in repeated:

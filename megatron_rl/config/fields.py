@@ -203,7 +203,7 @@ def _convert_entries(info: FieldInfo, value: Mapping[Any, Any], source: str) -> 
         if name not in declared:
             from megatron_rl.config.suggestions import unknown_key_error
 
-            raise unknown_key_error(name, source, declared, ())
+            raise unknown_key_error(name, source, declared, {})
         entries[key] = coerce(declared[name], entry, source)
         if violation := declared[name].find_violation(entries[key]):
             why = violation.pop("why")

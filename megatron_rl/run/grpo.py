@@ -30,7 +30,7 @@ from megatron_rl.run.building import RunSinks, check_agreement, group_timeout, l
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs, localize, read_rl_inputs
-from megatron_rl.run.models import resolve
+from megatron_rl.run.models import check_graphs, resolve
 from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.run.primitives import Primitives, build_primitives
 from megatron_rl.samples.describe import (
@@ -421,11 +421,7 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
 
         check_fits(config, resolve(config), cluster)
     inputs = read_rl_inputs(config, world_size, parts)
-    for role in inputs.spec.trained:
-        if role.training.step_mode == "graph":
-            from megatron_rl.training.cuda_graph import check_step_mode
-
-            check_step_mode(role, inputs.roles[role.name].shape, config.model.dtype)
+    check_graphs(config, inputs.roles.values())
     config, chosen = wait_for_debugger(config), [*commits, *chosen]
     return Prepared(config, replace(inputs, notes=[*chosen, *inputs.notes]), recipe, parts, chosen)
 

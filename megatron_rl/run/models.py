@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -312,6 +312,15 @@ def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> 
     return layout
 
 
+def check_graphs(config: RunConfig, roles: Iterable[RoleInputs]) -> None:
+    """Refuse the step mode `graph` where graphs cannot be captured (UserError)."""
+    for role in roles:
+        if role.spec.trainable and role.spec.training.step_mode == "graph":
+            from megatron_rl.training.cuda_graph import check_step_mode
+
+            check_step_mode(role.spec, role.shape, config.model.dtype)
+
+
 def check_machine(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str | None = None) -> list[str]:
     """Refuse a config that this machine cannot run; without torchrun, return the reason as a note.
 
@@ -326,11 +335,7 @@ def check_machine(config: RunConfig, roles: Mapping[str, RoleInputs], engine: st
     import torch
 
     try:
-        for role in roles.values():
-            if role.spec.trainable and role.spec.training.step_mode == "graph":
-                from megatron_rl.training.cuda_graph import check_step_mode
-
-                check_step_mode(role.spec, role.shape, config.model.dtype)
+        check_graphs(config, roles.values())
         if config.model.transformer_impl == "transformer_engine":
             from megatron_rl.models.attention_kernels import check_transformer_engine
 
