@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_rl.config.algorithm import AlgorithmConfig, PreferenceConfig
-from megatron_rl.config.placement import AutoLayoutConfig, HybridConfig, PlacementConfig
 from megatron_rl.config.sections import (
     MISSING,
     AgentsConfig,
+    AutoLayoutConfig,
     CheckpointConfig,
     DataConfig,
+    HybridConfig,
     LoraConfig,
     ObservabilityConfig,
+    PlacementConfig,
     SamplingSettings,
     ScheduleConfig,
     ServerConfig,

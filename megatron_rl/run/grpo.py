@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from megatron_rl.algorithms.catalog import has_importance_weights
-from megatron_rl.config.placement import format_ranks
 from megatron_rl.config.schema import AlgorithmConfig, RunConfig
+from megatron_rl.config.sections import format_ranks
 from megatron_rl.engines.build import describe_engine
 from megatron_rl.extension.registry import OBJECT
 from megatron_rl.observability.metrics import TokenTexts
