@@ -28,14 +28,16 @@ class Registry(dict[str, Entry]):
         super().__init__(entries)
         self.setting = setting
 
-    def __missing__(self, name: str) -> Entry:
-        raise self.unknown(name)
+    def __missing__(self, name: str) -> Any:
+        self.check(name)
 
-    def unknown(self, name: str, place: str | None = None) -> UserError:
-        """Return the error for an unknown name; `place`: origin of the setting, such as file:line."""
+    def check(self, name: str, place: str | None = None) -> None:
+        """Refuse an unknown name (UserError); `place`: origin of the setting, such as file:line, for the error."""
+        if name in self:
+            return
         close = difflib.get_close_matches(name, self, n=1)
         meant = f'did you mean "{close[0]}"? ' if close else ""
-        return UserError(
+        raise UserError(
             f'{self.setting} = "{name}" is not known',
             source=f"{self.setting} ({place})" if place else self.setting,
             expected=", ".join(sorted(self)),

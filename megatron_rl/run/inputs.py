@@ -223,7 +223,8 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     """Read and check models, prompts, rewards and plugins after `enter_parts` (UserError if any is wrong)."""
     spec = resolve(config)
     check_paths(config)
-    POLICY_LOSSES[config.algorithm.policy_loss], LOSS_AGGREGATIONS[config.algorithm.loss_agg_mode]  # or a UserError
+    POLICY_LOSSES.check(config.algorithm.policy_loss)
+    LOSS_AGGREGATIONS.check(config.algorithm.loss_agg_mode)
     BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
     reward = config.reward
     models = () if reward.components else config.reward_model.roles
@@ -317,7 +318,7 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
 
     SftPlan.build(config, world_size)
     check_paths(config)
-    LOSS_AGGREGATIONS[config.algorithm.loss_agg_mode]  # or a UserError
+    LOSS_AGGREGATIONS.check(config.algorithm.loss_agg_mode)
     spec = resolve_sft(config)
     roles, tokenizer = read_models(config, spec, world_size)
     noted = note_models(config, roles)

@@ -144,8 +144,8 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
         mistakes.refused.add(_ENGINE)
     else:
         with mistakes.collect(_ENGINE):
-            if _ENGINE in chosen and (name := chosen[_ENGINE].value) not in ENGINES:
-                raise ENGINES.unknown(name, sources[_ENGINE])
+            if _ENGINE in chosen:
+                ENGINES.check(chosen[_ENGINE].value, sources[_ENGINE])
     if _ENGINE in mistakes.refused:
         values.pop(_ENGINE, None)
     classes = section_classes()

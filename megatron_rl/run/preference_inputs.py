@@ -40,7 +40,7 @@ def plan_preferences(config: RunConfig, world_size: int, num_examples: int | Non
         from megatron_rl.extension.user_code import load_plugins
 
         load_plugins(config.algorithm.plugins)
-    PREFERENCE_LOSSES[config.preference.loss]  # or a UserError
+    PREFERENCE_LOSSES.check(config.preference.loss)
     if config.algorithm.kl_coef not in (0.0, config.preference.beta):
         raise UserError(
             f"algorithm.kl_coef = {config.algorithm.kl_coef} with preferences",
