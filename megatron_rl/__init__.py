@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
         return Trainer
     if name == "load":
         with kept_imports():
-            from megatron_rl.run.session import load
+            from megatron_rl.run.grpo import load
 
         return load
     if name == "UserError":

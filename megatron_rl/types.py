@@ -12,6 +12,7 @@ Alignment: ``logprobs[i]`` scores ``tokens[i]``; position 0 of each sequence is 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +67,18 @@ EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 EXIT_INTERRUPTED = 130  # Ctrl-C
 EXIT_STALLED = 70  # the watchdog ended a stuck rank
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """Callable that stands for a function or class of this package and imports its module only when called."""
+
+    module: str
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        """Import the function or class, call it with `args`, and return its result."""
+        return getattr(importlib.import_module(self.module), self.name)(*args)
 
 
 def text_of(error: BaseException) -> str:

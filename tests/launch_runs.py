@@ -22,7 +22,7 @@ from typing import NoReturn
 import torch
 from torch.distributed import TCPStore
 
-from megatron_rl.config.rendering import dump_yaml
+from megatron_rl.config.fields import dump_yaml
 from megatron_rl.run.loading import load_config
 from rl_runs import leave_out_curves, overrides_for
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES
-from megatron_rl.config.fields import OPTIONS
+from megatron_rl.config.algorithm import OPTIONS
 from megatron_rl.extension.registry import ENGINES
 
 _TABLES = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES, LOSS_AGGREGATIONS, OPTIONS, ENGINES)

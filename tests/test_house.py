@@ -269,7 +269,7 @@ def read_engine_names() -> frozenset[str]:
     (table,) = (
         node.value for node in body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ENGINES"
     )
-    return frozenset(ast.literal_eval(key) for key in table.keys)
+    return frozenset(keyword.arg for keyword in table.keywords)
 
 
 def find_engine_names(source: Source) -> Iterator[str]:

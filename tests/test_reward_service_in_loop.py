@@ -23,7 +23,7 @@ SETTINGS = [
     "data.validation_files=[]",
     "rollout.n=2",
     "reward.service_retries=2",
-    "reward.service_timeout_seconds=10",
+    "reward.timeout_seconds=10",
 ]
 
 

@@ -95,7 +95,7 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Layouts, placement and memory": (
         "Ranks that do not suffice, sizes that do not divide, models that do not fit.",
-        ("config/placement", "parallel/", "planning/", "tools/planning/"),
+        ("parallel/", "planning/", "tools/planning/"),
     ),
     "Model directories and families": (
         "Missing or damaged files, architectures and options of config.json that are not supported, adapters.",
@@ -121,7 +121,7 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Checkpoints, resuming and conversion": (
         "Directories, damaged or missing files, a second job, inputs that have changed.",
-        ("checkpoint/", "run/checkpoints", "run/lock", "run/opening", "tools/conversion/"),
+        ("checkpoint/", "run/checkpoints", "run/opening", "tools/conversion/"),
     ),
     "Logs, metrics and pages": (
         "Run directories, W&B, the status page, the viewer.",

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.fields import FieldInfo, list_fields, section_classes
-from megatron_rl.config.rendering import render
+from megatron_rl.config.fields import FieldInfo, list_fields, render, section_classes
 
 _INTRODUCTION = """\
 # Settings

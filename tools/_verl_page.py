@@ -10,8 +10,7 @@ from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs
 from megatron_rl.compat.name_groups import GROUPS
 from megatron_rl.compat.name_tables import ALIASES, PATTERNS
 from megatron_rl.compat.verl_defaults import DEFAULTS, DEPENDENT, OF_FSDP
-from megatron_rl.config.fields import list_fields
-from megatron_rl.config.rendering import render
+from megatron_rl.config.fields import list_fields, render
 
 _INTRODUCTION = """\
 # verl's names

@@ -18,12 +18,11 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the decorator from here
     ADVANTAGE_ESTIMATORS,
+    find_options,
     register_advantage_estimator,
 )
 from megatron_rl.algorithms.losses import number_segments
-from megatron_rl.config.fields import find_options
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.extension.registry import find_entry
 from megatron_rl.types import UserError
 
 
@@ -111,7 +110,7 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
         UserError: unknown estimator, missing critic, or a plugin's result is not [t] tensors.
     """
     name = config.adv_estimator
-    estimator = find_entry(ADVANTAGE_ESTIMATORS, name, _SETTING)
+    estimator = ADVANTAGE_ESTIMATORS[name]
     if estimator.needs_values and inputs.values is None:
         raise UserError(
             f'{_SETTING} = "{name}" needs values, and there is no critic',

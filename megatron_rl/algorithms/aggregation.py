@@ -22,7 +22,6 @@ from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the d
     LOSS_AGGREGATIONS,
     register_loss_aggregation,
 )
-from megatron_rl.extension.registry import find_entry
 from megatron_rl.types import LossLedger, UserError
 
 
@@ -90,8 +89,7 @@ def aggregate(
         UserError: unknown mode, or a plugin's weights are not finite or not one per sequence.
     """
     lengths = np.asarray(response_lengths, np.float64)
-    weigh = find_entry(LOSS_AGGREGATIONS, mode, "algorithm.loss_agg_mode")
-    found = weigh(AggregationInputs(lengths, max_response_length, options))
+    found = LOSS_AGGREGATIONS[mode](AggregationInputs(lengths, max_response_length, options))
     weights, metrics = found if isinstance(found, tuple) else (found, {})
     weights = np.asarray(weights)
     if weights.shape != lengths.shape or not (weights.dtype.kind in "fiu" and np.isfinite(weights).all()):

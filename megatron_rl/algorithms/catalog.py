@@ -17,11 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.algorithm import SAMPLED
-from megatron_rl.config.fields import OPTIONS
+from megatron_rl.config.algorithm import OPTIONS, SAMPLED
 from megatron_rl.config.schema import AlgorithmConfig, RunConfig
-from megatron_rl.extension.registry import Deferred, add_entry, describe_place
-from megatron_rl.types import UserError
+from megatron_rl.extension.registry import Registry, describe_place
+from megatron_rl.types import Deferred, UserError
 
 # Of `AdvantageInputs`, `PolicyLossInputs` and `AggregationInputs`, whose modules import this one.
 AdvantageEstimator = Callable[[Any, AlgorithmConfig], Any]
@@ -48,33 +47,41 @@ def _formula(
     return RegisteredEstimator(formula, needs_old_logprobs=needs_old_logprobs, **needs)
 
 
-ADVANTAGE_ESTIMATORS: dict[str, RegisteredEstimator] = {
-    "grpo": _formula("grpo", "advantages", needs_group=True),
+ADVANTAGE_ESTIMATORS: Registry[RegisteredEstimator] = Registry(
+    "algorithm.adv_estimator",
+    grpo=_formula("grpo", "advantages", needs_group=True),
     **{name: _formula(name, needs_group=True) for name in ("dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo")},
     **dict.fromkeys(
         ("optimal_token_baseline", "tir_optimal_token_baseline"),
         _formula("optimal_token_baseline", needs_group=True, needs_sum_pi_squared=True, needs_old_logprobs=True),
     ),
-    "remax": _formula("remax", needs_greedy_baseline=True),
-    "reinforce_plus_plus_baseline": _formula("reinforce_plus_plus_baseline", needs_group=True),
-    "reinforce_plus_plus": _formula("reinforce_plus_plus"),
-    "gae": _formula("gae", needs_values=True),
-    "distill": _formula("distill"),
-}
+    remax=_formula("remax", needs_greedy_baseline=True),
+    reinforce_plus_plus_baseline=_formula("reinforce_plus_plus_baseline", needs_group=True),
+    reinforce_plus_plus=_formula("reinforce_plus_plus"),
+    gae=_formula("gae", needs_values=True),
+    distill=_formula("distill"),
+)
 _LOSSES = "gspo geo_mean cispo sapo dppo_tv dppo_kl dro policy_gradient clip_cov kl_cov"
 CHOOSES_TOKENS = ("clip_cov", "kl_cov")  # policy losses that choose tokens of the whole step by `old_logprobs`
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo": Deferred("megatron_rl.algorithms.losses", "compute_ppo_loss"),
+POLICY_LOSSES: Registry[PolicyLoss] = Registry(
+    "algorithm.policy_loss",
+    ppo=Deferred("megatron_rl.algorithms.losses", "compute_ppo_loss"),
     **{name: Deferred("megatron_rl.algorithms.policy_losses", f"compute_{name}_loss") for name in _LOSSES.split()},
-}
-LOSS_AGGREGATIONS: dict[str, LossAggregation] = {
-    name: Deferred("megatron_rl.algorithms.aggregation", f"weigh_{name.replace('-', '_')}")
-    for name in ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
-}
-PREFERENCE_LOSSES: dict[str, Callable[..., Any]] = {
-    name: Deferred("megatron_rl.algorithms.preference_losses", f"compute_{name}_loss")
-    for name in ("dpo", "robust", "ipo", "simpo", "orpo", "bradley_terry", "kto", "process")
-}
+)
+LOSS_AGGREGATIONS: Registry[LossAggregation] = Registry(
+    "algorithm.loss_agg_mode",
+    **{
+        name: Deferred("megatron_rl.algorithms.aggregation", f"weigh_{name.replace('-', '_')}")
+        for name in ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
+    },
+)
+PREFERENCE_LOSSES: Registry[Callable[..., Any]] = Registry(
+    "preference.loss",
+    **{
+        name: Deferred("megatron_rl.algorithms.preference_losses", f"compute_{name}_loss")
+        for name in ("dpo", "robust", "ipo", "simpo", "orpo", "bradley_terry", "kto", "process")
+    },
+)
 
 
 def register_advantage_estimator(
@@ -108,7 +115,7 @@ def register_advantage_estimator(
             estimator, needs_values, needs_greedy_baseline, needs_group, needs_sum_pi_squared, needs_old_logprobs
         )
 
-    return _register(ADVANTAGE_ESTIMATORS, name, "algorithm.adv_estimator", options, make_entry)
+    return _register(ADVANTAGE_ESTIMATORS, name, options, make_entry)
 
 
 def register_policy_loss(name: str, *, options: type | None = None) -> Callable[[PolicyLoss], PolicyLoss]:
@@ -122,7 +129,7 @@ def register_policy_loss(name: str, *, options: type | None = None) -> Callable[
     Raises:
         UserError: the name is taken, or `options` is invalid.
     """
-    return _register(POLICY_LOSSES, name, "algorithm.policy_loss", options)
+    return _register(POLICY_LOSSES, name, options)
 
 
 def register_loss_aggregation(
@@ -136,7 +143,7 @@ def register_loss_aggregation(
     Raises:
         UserError: the name is taken, or `options` is invalid.
     """
-    return _register(LOSS_AGGREGATIONS, name, "algorithm.loss_agg_mode", options)
+    return _register(LOSS_AGGREGATIONS, name, options)
 
 
 def register_preference_loss(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -145,13 +152,12 @@ def register_preference_loss(name: str) -> Callable[[Callable[..., Any]], Callab
     Raises:
         UserError: the name is taken.
     """
-    return _register(PREFERENCE_LOSSES, name, "preference.loss", None)
+    return _register(PREFERENCE_LOSSES, name, None)
 
 
 def _register(
-    table: dict[str, Any],
+    table: Registry[Any],
     name: str,
-    setting: str,
     options: type | None,
     make_entry: Callable[[Any], Any] = lambda function: function,
 ) -> Callable[[Any], Any]:
@@ -160,12 +166,19 @@ def _register(
             from megatron_rl.config.plugin_options import check_options
 
             check_options(name, options, describe_place(function))
-        add_entry(table, name, make_entry(function), function, setting)
+        table.add(name, make_entry(function), function)
         if options is not None:
             OPTIONS[name] = options
         return function
 
     return register
+
+
+def find_options(config: AlgorithmConfig, name: str) -> Any:
+    """Return the options of a registered function, their defaults if the config has none; `None` if it takes none."""
+    if name in config.options or name not in OPTIONS:
+        return config.options.get(name)
+    return OPTIONS[name]()  # a config that was not read from settings
 
 
 def plan_old_logprobs(config: RunConfig, estimator: RegisteredEstimator) -> str:

@@ -21,11 +21,10 @@ import torch
 
 from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the decorator from here
     POLICY_LOSSES,
+    find_options,
     register_policy_loss,
 )
-from megatron_rl.config.fields import find_options
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.extension.registry import find_entry
 from megatron_rl.types import UserError
 
 MAX_LOG_RATIO = 20.0  # bound of exponentiated log-ratios: e^20 = 4.9e8 does not overflow float32, even squared
@@ -152,7 +151,7 @@ def _call_policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Call the configured policy loss and check its results: token losses, clipped mask, sums of metrics."""
     name, shape = config.policy_loss, list(inputs.loss_mask.shape)
-    found = find_entry(POLICY_LOSSES, name, _SETTING)(replace(inputs, options=find_options(config, name)), config)
+    found = POLICY_LOSSES[name](replace(inputs, options=find_options(config, name)), config)
     parts: list[Any] = list(found) if isinstance(found, tuple) else [found]
     metrics = parts.pop() if len(parts) == 3 and isinstance(parts[2], dict) else {}
     if (

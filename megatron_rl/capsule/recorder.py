@@ -46,7 +46,7 @@ from megatron_rl.checkpoint.pieces import (
     make_state_pieces,
 )
 from megatron_rl.config.batch_plan import BatchPlan
-from megatron_rl.config.rendering import config_to_dict
+from megatron_rl.config.fields import config_to_dict
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.observability.run import Run
 from megatron_rl.parallel.collectives import world

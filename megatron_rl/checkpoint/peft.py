@@ -68,14 +68,14 @@ def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> N
             hint="model.save_pretrained(directory) of a PeftModel writes one",
         )
     config = _read_config(directory / CONFIG_FILE, shape)
-    rank, alpha, is_rslora = config["r"], config["lora_alpha"], bool(config.get("use_rslora"))
-    scale = alpha / (math.sqrt(rank) if is_rslora else rank)
+    rank = config["r"]
+    scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
     if rank != shape.rank or not math.isclose(scale, shape.scale):
         raise UserError(
             f"the adapters have rank {rank} and scale {scale:g}, the run has {shape.rank} and {shape.scale:g}",
             source=source,
-            expected="the rank, alpha and rslora that the adapters were trained with",
-            hint=f"set lora.rank={rank}, lora.alpha={alpha} and lora.rslora={str(is_rslora).lower()}",
+            expected="the rank and alpha that the adapters were trained with",
+            hint=f"set lora.rank={rank} and lora.alpha={scale * rank}",
         )
     headers = read_headers(dict.fromkeys(read_names(weights), weights))
     found = {name.removeprefix(PREFIX): size for name, (size, _) in headers.items()}
@@ -159,14 +159,14 @@ def save_adapters(
 
 def describe_adapters(shape: AdapterShape, config: LoraConfig, base: str | Path) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
-    alpha = config.scale * (math.sqrt(config.rank) if config.rslora else config.rank)
+    alpha = config.scale * config.rank
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if shape.base.has_score_head else "CAUSAL_LM",
         "base_model_name_or_path": str(base),
         "r": config.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "use_rslora": config.rslora,
+        "use_rslora": False,
         "target_modules": shape.modules,
         "modules_to_save": ["score"] if shape.base.has_score_head else None,
         "lora_dropout": 0.0,

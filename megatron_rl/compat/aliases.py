@@ -19,8 +19,7 @@ from megatron_rl.compat import name_groups, name_tables, sft_names, trl, verl_de
 from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs, each, look_up, note, same
 from megatron_rl.compat.name_tables import PATTERNS
 from megatron_rl.config.checked import Mistakes
-from megatron_rl.config.fields import FieldInfo, list_fields, list_options, section_classes
-from megatron_rl.config.rendering import WIDTH, render
+from megatron_rl.config.fields import WIDTH, FieldInfo, list_fields, list_options, render, section_classes
 from megatron_rl.config.schema import ACTOR_DECIDES
 from megatron_rl.config.sources import Setting, describe
 from megatron_rl.config.suggestions import unknown_key_error
@@ -49,6 +48,9 @@ _EARLIER = {
         for leaf in ACTOR_DECIDES
     },
     "agents.episode_timeout_seconds": Ignored("agents.turn_timeout_seconds bounds each answer"),
+    **each(
+        "actor.lora.rslora critic.lora.rslora", Only((False,), "multiply lora.alpha by sqrt(lora.rank), the same scale")
+    ),
     **each("agents.max_failed_share reward.max_failed_share", Only((0.5,), "set trainer.max_failed_share instead")),
     "agents.workers": Ignored("an engine's episodes are forked from one process"),
     **each("critic.offload_gradients critic.overlap_grad_reduce", Ignored("the actor's setting decides for both")),
@@ -64,6 +66,7 @@ _EARLIER = {
     "data.validation_batch_size": Only((), _GONE),
     "reward.service_backoff_seconds": Only((0.5,), _GONE),
     "reward.service_fallback_reward": Only((0.0,), "nothing is learned from such a response, and 0 is logged"),
+    "reward.service_timeout_seconds": Renamed("reward.timeout_seconds"),
     "reward.service_url": Only((), "give the URL as reward.function, or in reward.components"),
     "reward.service_max_answer_bytes": Only((64 << 20,), _GONE),
     "reward_model.logprob_chunk_tokens": Only((None, 512), "a reward model has no log-probs of tokens"),
@@ -79,17 +82,13 @@ _GROUPS = (*name_groups.GROUPS, *trl.GROUPS)
 _OF_SFT = {**_ALIASES, **sft_names.ALIASES}, (*sft_names.GROUPS, *_GROUPS), {**_PATTERNS, **sft_names.OWN_PATTERNS}
 
 
-def alias_names() -> list[str]:
-    """Return the setting names of verl, TRL and earlier versions of this package that a recipe may use."""
-    return [*_OF_SFT[0], *(name for group in _OF_SFT[1] for name in group.names)]
+def alias_targets() -> dict[str, str | None]:
+    """Return the names of verl, TRL and earlier versions of this package that a recipe may use.
 
-
-def alias_target(name: str) -> str | None:
-    """Return the setting that a foreign name is a plain rename of, or `None` if it needs translation."""
-    alias = _ALIASES.get(name)
-    if isinstance(alias, Renamed):
-        return alias.target
-    return next((group.targets[name] for group in _GROUPS if name in group.targets), None)
+    Each has the setting that it is a plain rename of, or `None` if it needs translation.
+    """
+    found = {name: one.target if isinstance(one, Renamed) else None for name, one in _OF_SFT[0].items()}
+    return found | {name: group.targets.get(name) for group in _OF_SFT[1] for name in group.names}
 
 
 def find_ranks(settings: Sequence[Setting]) -> int | None:
@@ -150,7 +149,7 @@ def translate(
                 if alias is None:
                     pattern = next((pattern for pattern in patterns if fnmatchcase(setting.name, pattern)), None)
                     if pattern is None:
-                        raise unknown_key_error(setting.name, setting.source, fields, alias_names())
+                        raise unknown_key_error(setting.name, setting.source, fields, alias_targets())
                     alias = patterns[pattern]
                 idle += _ignore(setting, alias)
     for setting, alias in repeated:

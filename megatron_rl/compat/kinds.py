@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -71,6 +72,12 @@ class AliasGroup:
     combine: Callable[[Parts], Combined]  # translates those that were given
     reads: tuple[str, ...] = ()  # further names that `combine` reads; they keep their own meaning
     targets: Mapping[str, str] = field(default_factory=dict)  # name -> equivalent setting, for flags without a value
+
+
+def assume(settings: dict[str, Setting], name: str, value: Any) -> None:
+    """Add a default of another project unless the setting is given; `~` is the user's home."""
+    value = os.path.expanduser(value) if isinstance(value, str) else value
+    settings.setdefault(name, Setting(name, value, "verl's default", ASSUMED))
 
 
 def put(setting: Setting, target: str, value: Any, *, layer: int | None = None, weak: bool = False) -> Setting:

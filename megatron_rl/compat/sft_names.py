@@ -8,14 +8,13 @@ before it (names `model.partial_pretrain` and `data.multiturn.*`). Names that RL
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl.compat.kinds import Alias, AliasGroup, Combined, Ignored, Only, Parts, Renamed, each, put
+from megatron_rl.compat.kinds import Alias, AliasGroup, Combined, Ignored, Only, Parts, Renamed, assume, each, put
 from megatron_rl.compat.name_groups import betas_group, budget_group, lora_group, rate_group, sequence_parallel_group
 from megatron_rl.compat.name_tables import FSDP, MODEL, PACKED, PATTERNS, SHARD_SIZE, trainable_names
-from megatron_rl.config.sources import ASSUMED, Setting
+from megatron_rl.config.sources import Setting
 from megatron_rl.types import UserError
 
 _FIRST = ("optim.", "engine.", "data.multiturn.")
@@ -98,9 +97,8 @@ def add_defaults(settings: dict[str, Setting]) -> None:
     defaults |= {"model.lora_alpha": 16} if "model.lora_rank" in settings else {}
     given = {"data.messages_key": "data.multiturn.messages_key", "optim.lr_warmup_steps_ratio": "optim.lr_warmup_steps"}
     for name, value in defaults.items():
-        value = os.path.expanduser(value) if isinstance(value, str) else value
         if given.get(name) not in settings:
-            settings.setdefault(name, Setting(name, value, "verl's default", ASSUMED))
+            assume(settings, name, value)
 
 
 def _combine_length(parts: Parts) -> Combined:

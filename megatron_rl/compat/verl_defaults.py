@@ -7,17 +7,15 @@ that mean something else than this program's defaults; files beside a recipe are
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.compat.kinds import same
+from megatron_rl.compat.kinds import assume, same
 from megatron_rl.compat.name_groups import ESTIMATORS
 from megatron_rl.config.checked import Mistakes
-from megatron_rl.config.fields import FieldInfo
-from megatron_rl.config.rendering import render
+from megatron_rl.config.fields import FieldInfo, render
 from megatron_rl.config.sources import ASSUMED, RECIPE, Setting, describe, read_recipe
 from megatron_rl.types import UserError
 
@@ -78,10 +76,8 @@ def add_defaults(settings: dict[str, Setting]) -> None:
     estimator = settings.get("algorithm.adv_estimator")
     has_critic = estimator is None or estimator.value not in _WITHOUT_CRITIC
     for name, value in defaults.items():
-        if name.startswith("critic.") and not has_critic:
-            continue
-        value = os.path.expanduser(value) if isinstance(value, str) else value
-        settings.setdefault(name, Setting(name, value, "verl's default", ASSUMED))
+        if has_critic or not name.startswith("critic."):
+            assume(settings, name, value)
 
 
 def describe_assumed(translated: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> list[str]:

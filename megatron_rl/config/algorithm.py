@@ -46,6 +46,10 @@ class GdpoOptions:
     weights: list[float] | None = option(None, "Their weights; null: 1 each.")
 
 
+# Name of an estimator, loss or aggregation -> the dataclass of its options.
+OPTIONS: dict[str, type] = {"dro": DroOptions, "gdpo": GdpoOptions}
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Advantages, loss, KL."""
@@ -53,7 +57,7 @@ class AlgorithmConfig:
     plugins: list[str] = option(
         [], "Your Python files: estimators, losses, aggregations, engines; their settings: algorithm.options.NAME.KEY."
     )
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # NAME -> dataclass, see config/fields.py
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # NAME -> dataclass
     adv_estimator: str = option(
         "grpo",
         "gae, grpo, dr_grpo, grpo_passk, rloo, opo, gpg, gdpo, optimal_token_baseline, tir_optimal_token_baseline, "

@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
-from megatron_rl.config.fields import PREFIX, find_options
-from megatron_rl.config.rendering import render
+from megatron_rl.config.algorithm import OPTIONS
+from megatron_rl.config.fields import PREFIX, render
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.extension.registry import find_engine, name_engines
+from megatron_rl.extension.registry import ENGINES, name_engines
 from megatron_rl.types import UserError, UserErrors
 
 
@@ -68,9 +69,9 @@ class CheckedConfig:
         owner, refused = self.config.section(section), self.mistakes.refused
         if name.startswith(f"{PREFIX}."):
             plugin, _, leaf = leaf.partition(".")[2].partition(".")
-            owner = find_options(owner, plugin)
+            owner = owner.options[plugin] if plugin in owner.options else OPTIONS[plugin]()
         read = {name}
-        if refused and isinstance(getattr(type(owner), leaf, None), property | FunctionType):
+        if refused and isinstance(getattr(type(owner), leaf, None), property | cached_property | FunctionType):
             # A property or method may read any setting of the class that declares it.
             declaring = next(one for one in type(owner).__mro__ if leaf in vars(one))
             read |= {f"{section}.{item.name}" for item in fields(declaring)}
@@ -80,7 +81,7 @@ class CheckedConfig:
 
     def supports(self, ability: str) -> bool:
         """Return whether the configured engine has an ability, one of `extension.registry.ABILITIES`."""
-        return find_engine(self.get("rollout.engine")).has(ability)
+        return ENGINES[self.get("rollout.engine")].has(ability)
 
     def require(self, holds: bool, name: str, why: str, *, expected: str, hint: str) -> bool:
         """Record a mistake in the setting `name` unless `holds`; return `holds`.

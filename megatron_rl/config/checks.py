@@ -9,16 +9,16 @@ Settings without effect are reset before, so that no check refuses them, and rep
 from __future__ import annotations
 
 import importlib.util
+import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
 from megatron_rl.config.checked import CheckedConfig, Mistakes
-from megatron_rl.config.fields import FieldInfo, list_fields, list_options
-from megatron_rl.config.rendering import render
+from megatron_rl.config.fields import FieldInfo, list_fields, list_options, render
 from megatron_rl.config.schema import FULLY_SHARDED, TRAINED, ActorConfig, DataConfig, ModelConfig, RunConfig
 from megatron_rl.extension.registry import name_engines
 
@@ -55,8 +55,8 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mista
         if name not in config.mistakes.refused and (violation := info.find_violation(config.get(name))):
             config.require(False, name, **violation)
             config.mistakes.refused.add(name)
-    for section in TRAINED:
-        config.apply(_check_rates, section)
+    for row in _ORDERED:
+        config.apply(_check_order, *row)
     for rule in _RULES:
         config.apply(rule)
     config.mistakes.raise_all()
@@ -68,15 +68,21 @@ def _list_bounded(teachers: tuple[str, ...]) -> tuple[FieldInfo, ...]:
     return tuple(info for info in list_fields(teachers).values() if info.bounds)
 
 
-def _check_rates(config: CheckedConfig, section: str) -> None:
-    lr, name = config.get(f"{section}.lr"), f"{section}.min_lr"
-    config.require(
-        config.get(name) <= lr,
-        name,
-        f"is above the peak {section}.lr = {lr!r}",
-        expected="min_lr <= lr",
-        hint=f"lower {name}",
-    )
+_HIGH = "algorithm.importance_high"
+# Setting, how it compares with another one, the fault if it does not, and the remedy.
+_ORDERED = (
+    *((f"{role}.min_lr", operator.le, f"{role}.lr", "is above the peak", f"lower {role}.min_lr") for role in TRAINED),
+    ("algorithm.importance_low", operator.lt, _HIGH, "is not below", "the defaults are 0.5 and 2.0"),
+    ("reward.overlong_buffer_length", operator.le, "data.max_response_length", "is more than", "give a shorter buffer"),
+)
+
+
+def _check_order(
+    config: CheckedConfig, name: str, holds: Callable[[Any, Any], bool], other: str, fault: str, hint: str
+) -> None:
+    limit = config.get(other)
+    expected = f"{'at most' if holds is operator.le else 'below'} {limit!r}"
+    config.require(holds(config.get(name), limit), name, f"{fault} {other} = {limit!r}", expected=expected, hint=hint)
 
 
 def _check_run(config: CheckedConfig) -> None:
@@ -114,7 +120,7 @@ def _check_data(config: CheckedConfig) -> None:
 
 
 def _check_reward(config: CheckedConfig) -> None:
-    function, limit = config.get("reward.function"), config.get("data.max_response_length")
+    function = config.get("reward.function")
     path, _, name = (function or "").rpartition(":")
     config.require(
         function is None or bool(path and name.isidentifier()) or function.startswith(("http://", "https://")),
@@ -132,24 +138,6 @@ def _check_reward(config: CheckedConfig) -> None:
             expected="the directory of a reward model",
             hint=f"set reward_model.{name and f'further.{name}.'}path",
         )
-    config.require(
-        config.get("reward.overlong_buffer_length") <= limit,
-        "reward.overlong_buffer_length",
-        f"is more than data.max_response_length = {limit}",
-        expected=f"at most {limit}",
-        hint="give a shorter buffer",
-    )
-
-
-def _check_importance(config: CheckedConfig) -> None:
-    low, high = config.get("algorithm.importance_low"), config.get("algorithm.importance_high")
-    config.require(
-        low < high,
-        "algorithm.importance_low",
-        f"is not below algorithm.importance_high = {high!r}",
-        expected="importance_low < importance_high",
-        hint="the defaults are 0.5 and 2.0",
-    )
 
 
 def _check_packages(config: CheckedConfig) -> None:
@@ -193,7 +181,6 @@ _RULES = (
     _check_features,
     _check_engine_size,
     _check_reward,
-    _check_importance,
     _check_packages,
     _check_run,
 )

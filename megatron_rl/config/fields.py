@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and types of all settings, read from the dataclasses of `schema.py` and of plugins.
+"""Names and types of all settings, read from the dataclasses of `schema.py` and of plugins; a config as dict and YAML.
 
 The dataclasses are the only declarations; this module makes one flat table `section.leaf -> FieldInfo` and checks
 values against annotations.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import operator
 import re
 import typing
@@ -20,8 +21,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_rl.config.algorithm import DroOptions, GdpoOptions
-from megatron_rl.config.schema import ACTOR_DECIDES, MISSING, AlgorithmConfig, LayoutConfig, RunConfig
+import yaml
+
+from megatron_rl.config.algorithm import OPTIONS
+from megatron_rl.config.schema import ACTOR_DECIDES, MISSING, LayoutConfig, RunConfig
 from megatron_rl.types import UserError
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -200,7 +203,7 @@ def _convert_entries(info: FieldInfo, value: Mapping[Any, Any], source: str) -> 
         if name not in declared:
             from megatron_rl.config.suggestions import unknown_key_error
 
-            raise unknown_key_error(name, source, declared, ())
+            raise unknown_key_error(name, source, declared, {})
         entries[key] = coerce(declared[name], entry, source)
         if violation := declared[name].find_violation(entries[key]):
             why = violation.pop("why")
@@ -270,8 +273,6 @@ def _type_hint(info: FieldInfo, value: Any) -> str:
 
 
 PREFIX = "algorithm.options"
-# Name of an estimator, loss or aggregation -> the dataclass of its options.
-OPTIONS: dict[str, type] = {"dro": DroOptions, "gdpo": GdpoOptions}
 
 
 def list_options() -> dict[str, FieldInfo]:
@@ -281,8 +282,56 @@ def list_options() -> dict[str, FieldInfo]:
     }
 
 
-def find_options(config: AlgorithmConfig, name: str) -> Any:
-    """Return the options of the plugin `name` in this run; None if it has declared none."""
-    if name in config.options or name not in OPTIONS:
-        return config.options.get(name)
-    return OPTIONS[name]()  # a config that was not read from settings
+WIDTH = 100  # of texts in columns
+
+
+def config_to_dict(cfg: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return the resolved config as section -> key -> value, with JSON and YAML types.
+
+    Credentials in URLs are removed, since the result is written to files, checkpoints and W&B.
+    """
+    sections = dataclasses.asdict(cfg)
+    for role in (sections["critic"], sections["reward_model"], *sections["teachers"].values()):
+        for leaf in ACTOR_DECIDES:
+            role.pop(leaf, None)
+    return _redact_all(sections)
+
+
+def redact(text: str) -> str:
+    """Replace the credentials of each URL in a text, `http://user:token@host`, by ***."""
+    return re.sub(r"(https?://)[^/?#\s]+@", r"\1***@", text)
+
+
+def _redact_all(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _redact_all(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_redact_all(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def dump_yaml(cfg: RunConfig) -> str:
+    """Return the resolved config as YAML; `load_config` reads an equal config back, except for credentials in URLs."""
+    return format_yaml(config_to_dict(cfg))
+
+
+def format_yaml(sections: dict[str, Any]) -> str:
+    """Return nested settings as YAML."""
+    return yaml.dump(sections, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=WIDTH)
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML writer that indents lists inside mappings."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+def render(value: Any) -> str:
+    """Format a setting's value as a recipe spells it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if dataclasses.is_dataclass(value):
+        items = (f"{item.name}: {render(getattr(value, item.name))}" for item in dataclasses.fields(value))
+        return f"{{{', '.join(items)}}}"
+    return json.dumps(value) if isinstance(value, str) and "\n" in value else str(value)

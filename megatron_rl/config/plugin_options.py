@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron_rl.config.fields import OPTIONS, PREFIX, SIMPLE_TYPES, coerce, read_fields
+from megatron_rl.config.algorithm import OPTIONS
+from megatron_rl.config.fields import PREFIX, SIMPLE_TYPES, coerce, read_fields
 from megatron_rl.types import UserError
 
 

@@ -13,20 +13,22 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_rl.config.algorithm import AlgorithmConfig, PreferenceConfig
-from megatron_rl.config.placement import AutoLayoutConfig, HybridConfig, PlacementConfig
 from megatron_rl.config.sections import (
     MISSING,
     AgentsConfig,
+    AutoLayoutConfig,
     CheckpointConfig,
     DataConfig,
+    HybridConfig,
     LoraConfig,
     ObservabilityConfig,
+    PlacementConfig,
     SamplingSettings,
     ScheduleConfig,
     ServerConfig,
     option,
 )
-from megatron_rl.extension.registry import find_engine
+from megatron_rl.extension.registry import ENGINES
 
 TRAINED = ("actor", "critic")  # sections of roles with an optimizer
 REWARD_MODEL = "model"  # the source of rewards; NAME of `reward_model.further` is model:NAME
@@ -227,7 +229,7 @@ class RolloutConfig(SamplingSettings):
 
     def supports(self, ability: str) -> bool:
         """Whether the engine has one of `extension.registry.ABILITIES`; UserError for an unknown engine."""
-        return find_engine(self.engine).has(ability)
+        return ENGINES[self.engine].has(ability)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,11 +281,14 @@ class RewardConfig:
     workers: int = option(0, "Processes per rank for rules and functions; 0: in the rank itself.", "processes", ge=0)
     worker_secrets: list[str] = option([], "Variables that workers get although their names say key, token or secret.")
     timeout_seconds: float = option(
-        60.0, "A function that takes longer for one response ends the run (needs workers).", "seconds", gt=0
+        60.0,
+        "Time limit of a function for one response, which ends the run (needs workers), and of a request to a service, "
+        "its answer included.",
+        "seconds",
+        gt=0,
     )
     service_batch_size: int = option(64, "Responses per request.", "responses", ge=1)
     service_concurrency: int = option(4, "Requests of one rank at a time.", "requests", ge=1)
-    service_timeout_seconds: float = option(60.0, "Time limit of one request, its answer included.", "seconds", gt=0)
     service_retries: int = option(
         4, "Further attempts after a failed request, with exponential backoff.", "attempts", ge=0
     )

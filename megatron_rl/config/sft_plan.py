@@ -12,6 +12,7 @@ from megatron_rl.config.batch_plan import (
     check_ranks,
     count_steps,
 )
+from megatron_rl.config.checked import CheckedConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.types import UserError
 
@@ -41,34 +42,7 @@ class SftPlan:
         cls, cfg: RunConfig, world_size: int, num_examples: int | None = None, responses_per_example: int = 1
     ) -> SftPlan:
         """Derive the plan; refuse sizes that do not divide or exceed the data (UserError)."""
-        if cfg.trainer.val_only:
-            raise UserError(
-                "trainer.val_only = True, and supervised fine-tuning has no validation",
-                source="trainer.val_only",
-                expected="false",
-                hint="evaluate by tools/evaluate.py",
-            )
-        if cfg.actor.mtp_lr:
-            raise UserError(
-                f"actor.mtp_lr = {cfg.actor.mtp_lr} in supervised fine-tuning",
-                source="actor.mtp_lr",
-                expected="0: the layer learns from responses that the policy samples",
-                hint="leave actor.mtp_lr out",
-            )
-        if cfg.layout.mode == "auto":
-            raise UserError(
-                "layout.mode = 'auto' in supervised fine-tuning, which the planner does not cover",
-                source="layout.mode",
-                expected="given",
-                hint="give the layout of the section actor",
-            )
-        if cfg.placement.placed:
-            raise UserError(
-                f"placement.{cfg.placement.placed[0]} in supervised fine-tuning, which has one role",
-                source=f"placement.{cfg.placement.placed[0]}",
-                expected="null",
-                hint="remove the section placement",
-            )
+        _check_settings(cfg, responses_per_example == 2)
         check_debug_rank(cfg, world_size)
         dp_size = check_ranks(cfg.actor, range(world_size))
         check_longest_sequence(cfg.data, cfg.actor, "actor")
@@ -108,6 +82,21 @@ class SftPlan:
         return lines
 
 
+def _check_settings(cfg: RunConfig, is_paired: bool) -> None:
+    checked, here = CheckedConfig(cfg), "in supervised fine-tuning"
+    checked.allow("trainer.val_only", False, "and supervised fine-tuning has no validation", "use tools/evaluate.py")
+    checked.allow("actor.mtp_lr", 0, f"{here}: the layer learns from responses that the policy samples", "leave it out")
+    checked.allow(
+        "layout.mode", "given", f"{here}, which the planner does not cover", "give the section actor a layout"
+    )
+    for role in cfg.placement.placed[:1]:
+        why = f"{here}, which has one role"
+        checked.allow(f"placement.{role.partition('.')[0]}", None, why, "remove the section placement")
+    if is_paired and cfg.actor.share_prompts == "tree":
+        checked.allow("actor.share_prompts", True, "with pairs, which share a prompt only", "leave it out")
+    checked.mistakes.raise_all()
+
+
 def _check_longest_pair(cfg: RunConfig) -> None:
     prompts, budget = (1 if cfg.actor.share_prompts else 2), cfg.actor.max_tokens_per_microbatch
     longest = prompts * cfg.data.max_prompt_length + 2 * cfg.data.max_response_length
@@ -117,11 +106,4 @@ def _check_longest_pair(cfg: RunConfig) -> None:
             source="actor.max_tokens_per_microbatch",
             expected=f"at most actor.max_tokens_per_microbatch = {budget}: both responses are in one microbatch",
             hint=f"set actor.max_tokens_per_microbatch={longest}",
-        )
-    if cfg.actor.share_prompts == "tree":
-        raise UserError(
-            "actor.share_prompts = 'tree' with pairs, which share a prompt only",
-            source="actor.share_prompts",
-            expected="true or false",
-            hint="leave it out",
         )

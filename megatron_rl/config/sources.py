@@ -192,11 +192,11 @@ def _flag_name(flag: str, fields: Mapping[str, FieldInfo], aliases: Callable[[],
     if "." in name:
         return name
     candidates = [full for full in fields if full.endswith(f".{name}")]
-    candidates = candidates or ([name] if name in aliases().alias_names() else [])
+    candidates = candidates or ([name] if name in aliases().alias_targets() else [])
     if not candidates:
         from megatron_rl.config.suggestions import unknown_key_error
 
-        raise unknown_key_error(name, "command line", fields, aliases().alias_names())
+        raise unknown_key_error(name, "command line", fields, aliases().alias_targets())
     if f"actor.{name}" in candidates:  # Megatron's flags describe the model that is trained
         candidates = [full for full in candidates if full.partition(".")[0] not in _ROLES_LIKE_THE_ACTOR]
     if len(candidates) > 1:
@@ -211,7 +211,7 @@ def _flag_name(flag: str, fields: Mapping[str, FieldInfo], aliases: Callable[[],
 
 def _take_value(name: str, rest: deque[str], fields: Mapping[str, FieldInfo], aliases: Callable[[], Any]) -> str:
     following = rest[0] if rest else "--"
-    ours = name if name in fields else aliases().alias_target(name)
+    ours = name if name in fields else aliases().alias_targets().get(name)
     if ours in fields and fields[ours].kind is bool:
         return rest.popleft() if following.lower() in _BOOLEAN_WORDS else "true"
     if following.startswith("--"):

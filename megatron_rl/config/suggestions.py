@@ -11,19 +11,7 @@ from megatron_rl.types import UserError
 
 # Options of the command line that are no settings.
 _FLAGS = ("--dry-run", "--world-size", "--gpu-memory-gib", "--gpus-per-node", "--json", "--help")
-# Words that other programs have for leaves of ours and that no spelling leads to.
-_SYNONYMS = {
-    "learning_rate": "lr",
-    "beta": "kl_coef",
-    "num_generations": "n",
-    "max_new_tokens": "max_response_length",
-    "max_completion_length": "max_response_length",
-    "max_steps": "total_steps",
-    "num_train_epochs": "total_epochs",
-    "output_dir": "run_dir",
-    "model_name_or_path": "path",
-    "max_grad_norm": "clip_grad",
-}
+_SYNONYMS = {"max_new_tokens": "max_response_length", "max_steps": "total_steps"}  # of leaves, besides TRL's names
 _SETTING = re.compile(r"(?<![\w./])([a-z_]+(?:\.\w+)+)(?:\[\d+\])?(?![\w.\[/]| \()")  # without a place behind it
 _HISTORY = "not served: a token's probability would depend on which tokens came before, by a rule that training lacks"
 _FORBIDDEN = "not served: it forbids tokens, and which ones is not recorded for training"
@@ -37,11 +25,12 @@ _NOT_SERVED = {
 }
 
 
-def unknown_key_error(name: str, source: str, fields: Collection[str], aliases: Iterable[str]) -> UserError:
+def unknown_key_error(name: str, source: str, fields: Collection[str], aliases: Mapping[str, str | None]) -> UserError:
     """Return the error for an unknown setting, named at `source`; it suggests close names of `fields` and `aliases`."""
     known = [*fields, *aliases]
     leaf = name.rpartition(".")[2]
-    meant = _end_in(_SYNONYMS.get(leaf, leaf), fields)
+    other = _SYNONYMS.get(leaf) or aliases.get(leaf) or leaf
+    meant = _end_in(other.rpartition(".")[2], fields)
     meant.sort(key=lambda full: full.partition(".")[0] != name.partition(".")[0])  # of its own section first
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     leaves = {known_name.rpartition(".")[2] for known_name in fields}

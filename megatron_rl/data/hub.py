@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import psutil
 
-from megatron_rl.config.rendering import redact
+from megatron_rl.config.fields import redact
 from megatron_rl.extension.registry import HUB
 from megatron_rl.types import UserError
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.protocol import EngineMaker, EngineSpec, EngineWeights, PlacedEngine, RolloutEngine
-from megatron_rl.extension.registry import find_engine
+from megatron_rl.extension.registry import ENGINES
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import RouteShape
@@ -56,7 +56,7 @@ def describe_engine(config: RolloutConfig, device: torch.device, records_routes:
 
 def build_engine(spec: EngineSpec) -> BuiltEngine:
     """Build the engine that `rollout.engine` names (UserError: unknown or unsuitable layout); collective."""
-    make: EngineMaker = find_engine(spec.config.engine).make
+    make: EngineMaker = ENGINES[spec.config.engine].make
     tp_size = spec.config.tensor_model_parallel_size
     if tp_size > 1:
         from megatron_rl.weights.support import check_rollout_layout

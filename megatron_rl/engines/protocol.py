@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron_rl.extension.registry import ENGINES, RegisteredEngine, add_entry
+from megatron_rl.extension.registry import ENGINES, RegisteredEngine
 
 if TYPE_CHECKING:
     import torch
@@ -268,7 +268,7 @@ def register_rollout_engine(name: str, supports: Collection[str] = ()) -> Callab
     """
 
     def register(engine: EngineMaker) -> EngineMaker:
-        add_entry(ENGINES, name, RegisteredEngine(engine, frozenset(supports)), engine, "rollout.engine")
+        ENGINES.add(name, RegisteredEngine(engine, frozenset(supports)), engine)
         return engine
 
     return register

@@ -8,13 +8,12 @@ checked without their libraries.
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron_rl.types import UserError
+from megatron_rl.types import Deferred, UserError
 
 Entry = TypeVar("Entry")
 GYM = "reasoning-gym:"  # prefix of data sets of the package reasoning-gym
@@ -22,69 +21,58 @@ HUB = "hub:"  # prefix of data sets of the Hugging Face hub
 OBJECT = "object:"  # prefix of rows that a program passes (data/passed_rows.py)
 
 
-@dataclass(frozen=True)
-class Deferred:
-    """Callable that stands for a function or class of this package and imports its module only when called."""
+class Registry(dict[str, Entry]):
+    """The accepted values of the setting `setting` by name; reading an unknown one is a UserError."""
 
-    module: str
-    name: str
+    def __init__(self, setting: str, /, **entries: Entry) -> None:
+        super().__init__(entries)
+        self.setting = setting
 
-    def __call__(self, *args: Any) -> Any:
-        """Import the function or class, call it with `args`, and return its result."""
-        return getattr(importlib.import_module(self.module), self.name)(*args)
+    def __missing__(self, name: str) -> Any:
+        self.check(name)
 
-
-def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callable[..., Any], setting: str) -> None:
-    """Add an entry to a registry under a new name (UserError if taken, with file:line of `function`).
-
-    What a program or notebook defines again, under the same name, replaces the former.
-    """
-    known = table.get(name)
-    is_again = any(
-        getattr(x, "__module__", "") == "__main__" for x in (known, *getattr(known, "__dict__", {}).values())
-    )
-    if name in table and not (is_again and function.__module__ == "__main__"):
+    def check(self, name: str, place: str | None = None) -> None:
+        """Refuse an unknown name (UserError); `place`: origin of the setting, such as file:line, for the error."""
+        if name in self:
+            return
+        close = difflib.get_close_matches(name, self, n=1)
+        meant = f'did you mean "{close[0]}"? ' if close else ""
         raise UserError(
-            f'"{name}" is registered already',
-            source=describe_place(function),
-            expected=f"a name other than {', '.join(sorted(table))}",
-            hint=f"choose another name and set {setting} to it",
+            f'{self.setting} = "{name}" is not known',
+            source=f"{self.setting} ({place})" if place else self.setting,
+            expected=", ".join(sorted(self)),
+            hint=f"{meant}one of yours needs its file in algorithm.plugins",
         )
-    table[name] = entry
 
+    def add(self, name: str, entry: Entry, function: Callable[..., Any]) -> None:
+        """Add an entry under a new name (UserError if taken, with file:line of `function`).
 
-def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., Any], setting: str) -> str:
-    """Return the name of an equal entry in `table`, or add `entry` under the function's name (UserError if taken)."""
-    for name, known in table.items():
-        if known == entry:
-            return name
-    name = name_of(function)
-    add_entry(table, name, entry, function, setting)
-    return name
+        What a program or notebook defines again, under the same name, replaces the former.
+        """
+        known = self.get(name)
+        is_again = any(
+            getattr(x, "__module__", "") == "__main__" for x in (known, *getattr(known, "__dict__", {}).values())
+        )
+        if name in self and not (is_again and function.__module__ == "__main__"):
+            raise UserError(
+                f'"{name}" is registered already',
+                source=describe_place(function),
+                expected=f"a name other than {', '.join(sorted(self))}",
+                hint=f"choose another name and set {self.setting} to it",
+            )
+        self[name] = entry
+
+    def enter(self, entry: Entry, function: Callable[..., Any]) -> str:
+        """Return the name of an equal entry, or add `entry` under the function's name (UserError if taken)."""
+        name = next((name for name, known in self.items() if known == entry), None)
+        if name is None:
+            self.add(name := name_of(function), entry, function)
+        return name
 
 
 def name_of(function: Any) -> str:
     """Return the `__name__` of a function; for another callable object, the name of its class."""
     return getattr(inspect.unwrap(function), "__name__", type(function).__name__)
-
-
-def find_entry(table: dict[str, Entry], name: str, setting: str, place: str | None = None) -> Entry:
-    """Return a registry's entry of a name (UserError if unknown).
-
-    Args:
-        setting: config setting that contains the name, for the error.
-        place: origin of the setting, such as file:line, for the error.
-    """
-    if name not in table:
-        close = difflib.get_close_matches(name, table, n=1)
-        meant = f'did you mean "{close[0]}"? ' if close else ""
-        raise UserError(
-            f'{setting} = "{name}" is not known',
-            source=f"{setting} ({place})" if place else setting,
-            expected=", ".join(sorted(table)),
-            hint=f"{meant}one of yours needs its file in algorithm.plugins",
-        )
-    return table[name]
 
 
 def describe_place(function: Callable[..., Any]) -> str:
@@ -148,31 +136,27 @@ _HF = _IN_RANKS | {"delta_nets", "any_sinks", "reads_config", "builds_model", "s
 _SERVER = {"is_server", "tensor_parallel", "delta_nets"}
 _STARTED = _SERVER | {"starts_server", "reloads_server", "truncation", "reads_config"}
 _VLLM = {"tensor_parallel", "truncation", "min_tokens", "options", "vllm_modes", "delta_nets", "reads_config"}
-ENGINES: dict[str, RegisteredEngine] = {
-    "vllm": RegisteredEngine(
+ENGINES: Registry[RegisteredEngine] = Registry(
+    "rollout.engine",
+    vllm=RegisteredEngine(
         Deferred("megatron_rl.engines.vllm.vllm_engine", "VllmEngine"),
         _IN_RANKS | _VLLM | {"adapters", "coded_weights", "scores"},
         check_model=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_installed"),
         check_on_cpu=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_cpu_limits"),
     ),
-    "hf": RegisteredEngine(Deferred("megatron_rl.engines.local.transformers", "HuggingFaceEngine"), _HF),
-    "megatron": RegisteredEngine(
+    hf=RegisteredEngine(Deferred("megatron_rl.engines.local.transformers", "HuggingFaceEngine"), _HF),
+    megatron=RegisteredEngine(
         Deferred("megatron_rl.training.policy_engine", "PolicyEngine"),
         _IN_RANKS | {"is_actor", "adapters", "any_sinks"},
     ),
-    "vllm_server": RegisteredEngine(
+    vllm_server=RegisteredEngine(
         Deferred("megatron_rl.engines.servers.served", "ServedEngine"),
         _STARTED | _VLLM | {"this_python"},
         check_model=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_installed"),
     ),
-    "openai": RegisteredEngine(Deferred("megatron_rl.engines.servers.served", "ServedEngine"), _SERVER),
-    "sglang": RegisteredEngine(Deferred("megatron_rl.engines.servers.served", "ServedEngine"), _STARTED),
-}
-
-
-def find_engine(name: str, place: str | None = None) -> RegisteredEngine:
-    """Return the registered engine of a name (UserError if unknown); `place`: origin of the setting, for the error."""
-    return find_entry(ENGINES, name, "rollout.engine", place)
+    openai=RegisteredEngine(Deferred("megatron_rl.engines.servers.served", "ServedEngine"), _SERVER),
+    sglang=RegisteredEngine(Deferred("megatron_rl.engines.servers.served", "ServedEngine"), _STARTED),
+)
 
 
 def name_engines(ability: str) -> str:

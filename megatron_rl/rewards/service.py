@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_rl.config.rendering import redact
+from megatron_rl.config.fields import redact
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.scoring import Score, parse_score, shorten
 from megatron_rl.types import SERVICE_FAILURES, Rollout, UserError
@@ -114,7 +114,7 @@ class RewardService:
         samples = [_describe(rollout) for rollout in rollouts]
         # Arrays become lists, and other types, such as dates, become text.
         body = json.dumps({"samples": samples}, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
-        status, answer = post_within(self._url, body.encode(), self._config.service_timeout_seconds, MAX_ANSWER_BYTES)
+        status, answer = post_within(self._url, body.encode(), self._config.timeout_seconds, MAX_ANSWER_BYTES)
         if status != _OK:
             text = shorten(repr(answer[:_LONGEST_TEXT].decode(errors="replace")))
             raise RequestFailed(f"status {status}: {text}", retry=status == _TOO_MANY_REQUESTS or status >= 500)
@@ -255,7 +255,7 @@ def post_within(url: str, body: bytes, seconds: float, max_answer_bytes: int) ->
         failure = error
     if deadline.is_over or isinstance(failure, requests.Timeout):  # a shut-down connection looks like the body's end
         took = time.monotonic() - start
-        raise RequestFailed(f"not done within reward.service_timeout_seconds = {seconds:g} ({took:.1f} s)") from failure
+        raise RequestFailed(f"not done within reward.timeout_seconds = {seconds:g} ({took:.1f} s)") from failure
     if failure is not None:
         raise RequestFailed(f"{type(failure).__name__}: {shorten(redact(str(failure)))}") from failure
     return status, bytes(answer)

@@ -23,7 +23,7 @@ from megatron_rl.checkpoint.files import explain_os_error, find_model_files, lis
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.saving import CheckpointSaver, RankState, SaveOutcome, save_now
-from megatron_rl.config.rendering import dump_yaml
+from megatron_rl.config.fields import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.collectives import failing_together, raise_together, read_rng, world
 from megatron_rl.rollout.collector import RolloutStream
@@ -264,7 +264,8 @@ class Checkpoints:
             Preempted: a signal was received; the end of the last step is saved.
             UserError: saving failed (now or too often), or another job has taken the directory.
         """
-        self._opened.lock.check()
+        if self._opened.lock.lost:
+            raise self._opened.lock.lost
         if self._saver.pending is not None:
             self._saver.poll()
         self._check_failures()

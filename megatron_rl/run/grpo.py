@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO, PPO and their relatives: `Trainer.train` is the algorithm, the other methods are its steps.
+"""GRPO, PPO and their relatives: `Trainer.train` is the algorithm; then its steps; then a run around them.
 
 Every rank runs the same program with all lengths and rewards; tokens stay on the ranks that generate them or train on
 them (see `samples`).
@@ -7,15 +7,32 @@ them (see `samples`).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from megatron_rl.algorithms.losses import has_importance_weights, measure_for_target
-from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.algorithms.losses import AdaptiveKL, has_importance_weights, measure_for_target
+from megatron_rl.config.schema import AlgorithmConfig, RunConfig
+from megatron_rl.config.sections import format_ranks
+from megatron_rl.engines.build import describe_engine
+from megatron_rl.extension.registry import OBJECT
 from megatron_rl.observability.metrics import TokenTexts
-from megatron_rl.run.session import Session
+from megatron_rl.observability.progress import StepProfiler
+from megatron_rl.parallel.collectives import Process, gather_objects, init_distributed, memory_in_use, open_store, world
+from megatron_rl.planning.role_layouts import find_gpu_memory
+from megatron_rl.run.building import RunSinks, check_agreement, group_timeout, launched_sizes, order_kernels
+from megatron_rl.run.checkpoints import Checkpoints
+from megatron_rl.run.guard import wait_for_debugger
+from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs, localize, read_rl_inputs
+from megatron_rl.run.models import check_graphs, resolve
+from megatron_rl.run.opening import OpenedRun, open_run
+from megatron_rl.run.primitives import Primitives, build_primitives
 from megatron_rl.samples.experience import (
     Column,
     Experience,
@@ -30,15 +47,34 @@ from megatron_rl.samples.experience import (
     describe_updates,
     measure_kl,
     rollout_row,
+    text_rows,
 )
+from megatron_rl.training.fast_path import find_fast_paths, format_table
+from megatron_rl.types import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.capsule.recorder import CapsuleRecorder
 
 
-class Trainer(Session):
-    """One RL run; building it is collective.
+class Trainer:
+    """One RL run: roles, data and outputs (logs, metrics); building it is collective.
 
-    trainer = Trainer("models/Qwen2.5-0.5B-Instruct", "recipe.yaml")
-    trainer.train()
+        trainer = Trainer("models/Qwen2.5-0.5B-Instruct", "recipe.yaml")
+        trainer.train()
+
+    An uncaught error is printed once in the job, and ends it with an exit code of docs/checkpoints.md.
+
+    Args:
+        model: directory of the policy in HF format, or a checkpoint of this package.
+        config: a recipe, or its settings as nested mappings.
+        overrides: `section.key=value`, as on the command line.
+        **passed: see `Parts`; `data` and `validation` (see `pass_rows`) instead of files; or the arguments of TRL.
+
+    Raises:
+        UserError: bad input; on every rank alike, before any process group exists.
     """
+
+    has_ended = False
 
     def train(self) -> None:
         """Run the main loop (PPO, arXiv 1707.06347, algorithm 1; GRPO, arXiv 2402.03300, algorithm 1)."""
@@ -184,3 +220,259 @@ class Trainer(Session):
         self.count_elsewhere()
         if self.capsule:
             self.capsule.end(step, samples)
+
+    def __init__(self, model: Any = None, config: Any = None, overrides: Sequence[str] = (), **passed: Any) -> None:
+        prepared = model if isinstance(model, Prepared) else prepare(model, config, overrides, passed)
+        self.config, self.inputs, self.plan = prepared.config, prepared.inputs, prepared.inputs.plan
+        self.process = prepared.join()
+        assert self.plan.total_steps is not None, "the data was read"
+        self.total_steps = self.plan.total_steps
+        opened = open_run(self.config, prepared.recipe, self.total_steps)
+        self.guard = opened.guard
+        with self.guard.building():
+            self._build(opened, prepared.parts)
+
+    def _build(self, opened: OpenedRun, parts: Parts) -> None:
+        config, trainer, inputs = self.config, self.config.trainer, self.inputs
+        self.run, timers = opened.run, opened.run.timers
+        self.profiler = StepProfiler(
+            self.run.dir,
+            steps=trainer.profile_steps,
+            ranks=trainer.profile_ranks,
+            rank=self.process.rank,
+            device=self.process.device,
+        )
+        timers.attach(
+            partial(memory_in_use, self.process.device), self.profiler.phase if self.profiler.is_used else None
+        )
+        progress = self.run.follow_rollouts(open_store("rollouts", world()))
+        sinks = RunSinks(timers, progress, self.run.dir / "schedule")
+        self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
+        self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
+        self.teachers = made.teachers
+        self.kl: AdaptiveKL | None = None
+        if (algorithm := config.algorithm).kl_controller == "adaptive":
+            self.kl = AdaptiveKL(algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
+        self.trained = made.trained
+        self.checkpoints = Checkpoints(
+            config,
+            opened,
+            replace(made.state, parts={**made.state.parts, **({} if self.kl is None else {"kl": self.kl})}),
+            export=self.policy.export,
+            total_steps=self.total_steps,
+        )
+        self.capsule: CapsuleRecorder | None = None
+        if trainer.capture_step:
+            from megatron_rl.capsule.recorder import CapsuleRecorder
+
+            self.capsule = CapsuleRecorder(
+                config, self.plan, self.run, self.trained, self.checkpoints.save_into, inputs.tokenizer.decode
+            )
+
+    @classmethod
+    def from_hf_config(cls, model_path: Any, config: Any, overrides: Sequence[str] = (), **passed: Any) -> Self:
+        """Build a run as `cls(...)` does; an older name."""
+        return cls(model_path, config, overrides, **passed)
+
+    @classmethod
+    def from_config(cls, config: RunConfig, recipe: Path | None = None, parts: Parts = NO_PARTS) -> Self:
+        """Check every input of a loaded config (UserError before any process group exists), then build the run."""
+        return cls(check(config, recipe, parts))
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Log a description of the run and report errors (see `Guard`); close everything at the end."""
+        if self.has_ended:
+            raise UserError(
+                "the loop of a trainer that has ended",
+                source="train()",
+                expected="a trainer of one run, whose engine and files are closed at its end",
+                hint="make the Trainer again; with the same trainer.run_dir it resumes",
+            )
+        try:
+            with self.guard.reporting():
+                self.run.log.info("run directory: %s", self.run.dir)
+                for line in describe_run(self.config, self.inputs, self.primitives, self.process.device):
+                    self.run.log.info("%s", line)
+                yield
+        except UserError:
+            self.checkpoints.commit()  # every rank raised it: a save in progress can be finished
+            raise
+        finally:
+            self.close()
+
+    def steps(self) -> Iterator[int]:
+        """Yield the number of each remaining step; after each, validate and save if due, and record its metrics."""
+        total, trainer, run = self.total_steps, self.config.trainer, self.run
+        resumed = self.checkpoints.start()
+        if trainer.val_only:
+            self.validate(resumed or 0)
+            run.record(resumed or 0)
+            run.finish()
+            return
+        if resumed is None and trainer.val_before_train and self.inputs.validation:
+            self.validate(0)
+            run.record(0)
+            self.checkpoints.mark(0)
+            self.checkpoints.safe_point()
+        for step in range((resumed or 0) + 1, total + 1):
+            run.timers.begin_step(step)
+            with self.profiler.step(step), run.timers.phase("step"):
+                if self.capsule:
+                    self.capsule.begin(step)
+                yield step
+                is_best = False
+                if self.inputs.validation and (step == total or trainer.test_freq and step % trainer.test_freq == 0):
+                    is_best = run.is_best(self.validate(step), trainer.best_metric)
+                self.checkpoints.end_step(step, is_best)
+            run.record(step)
+            self.checkpoints.safe_point()
+        self.checkpoints.finish()
+        run.finish()
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Return validation metrics and write responses; collective."""
+        found: dict[str, list[Any]] = {}
+        with self.run.timers.phase("validation", swallow=True):
+            with self.policy.rollout_mode():
+                metrics = self.policy.validate(self.inputs.validation, found.__setitem__)
+        for name, parts in found.items():
+            self.run.write_validation(step, name, text_rows(parts, self.inputs.tokenizer.decode))
+        self.run.count(metrics)
+        return metrics
+
+    def count_elsewhere(self) -> None:
+        """Add the metrics and times of roles on other ranks to rank 0's record; collective."""
+        leaders = {role.layout.first_rank for role in self.inputs.roles.values()} - {0}
+        if leaders:
+            mine = (dict(self.run.series), self.run.timers.seen()) if self.process.rank in leaders else None
+            for found in gather_objects(mine, world()):
+                if found is not None:
+                    self.run.complete(*found)
+
+    def close(self) -> None:
+        """Release the engine, end reward workers and close logs and metrics."""
+        self.has_ended = True
+        self.guard.close()
+        self.policy.close()
+        self.run.close()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose inputs were read and checked.
+
+    Attributes:
+        recipe: file whose name the default run directory gets.
+        chosen: one line per layout setting that was chosen automatically, and per commit of the hub.
+    """
+
+    config: RunConfig
+    inputs: RlInputs
+    recipe: Path | None
+    parts: Parts
+    chosen: list[str]
+
+    def join(self) -> Process:
+        """Start the process group; refuse ranks with other layouts, hub commits or objects (UserError); collective."""
+        process = init_distributed(group_timeout(self.config) / timedelta(minutes=1))
+        data, model = self.config.data, self.config.model.path
+        files = [model, *data.train_files, *data.validation_files]
+        check_agreement(self.chosen + [name for name in files if OBJECT in name])
+        return process
+
+
+def prepare(model: Any, config: Any, overrides: Sequence[str], passed: Mapping[str, Any]) -> Prepared:
+    """Read, load and check what a user's own program passes."""
+    from megatron_rl.run.user_program import read_program
+
+    return check(*read_program(model, config, overrides, passed))
+
+
+def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
+    """Read and check inputs (UserError on every rank alike); `trainer.debug_rank` then waits for its debugger."""
+    if parts != NO_PARTS:
+        from megatron_rl.run.user_program import enter_parts
+
+        config = enter_parts(parts, config)
+    order_kernels(config)
+    config, commits = localize(config)
+    world_size, ranks_per_node = launched_sizes()
+    memory, cluster, chosen = find_gpu_memory(), None, []
+    if memory is not None:
+        from megatron_rl.planning.cluster import find_cluster
+
+        cluster = find_cluster(world_size, ranks_per_node, memory)
+    if config.layout.mode == "auto":
+        if parts.choose_layout is None:
+            from megatron_rl.run.user_program import refuse_auto
+
+            raise refuse_auto()
+        from megatron_rl.planning.cluster import find_cluster
+
+        here = cluster or find_cluster(world_size, ranks_per_node, None)
+        config, chosen = parts.choose_layout(config, resolve(config), here, recipe)
+    if cluster is not None and config.trainer.check_memory:
+        from megatron_rl.planning.admission import check_fits
+
+        check_fits(config, resolve(config), cluster)
+    inputs = read_rl_inputs(config, world_size, parts)
+    check_graphs(config, inputs.roles.values())
+    config, chosen = wait_for_debugger(config), [*commits, *chosen]
+    return Prepared(config, replace(inputs, notes=[*chosen, *inputs.notes]), recipe, parts, chosen)
+
+
+def load(model: Any = None, config: Any = None, overrides: Sequence[str] = (), **passed: Any) -> Primitives:
+    """Build the primitives for a loop of your own; collective.
+
+    Unlike a `Trainer`, it has no run directory and no watchdog. Without torchrun, the process is a job of one rank. For
+    the arguments and errors, see `Trainer`.
+    """
+    prepared = prepare(model, config, overrides, passed)
+    return build_primitives(prepared.config, prepared.inputs, prepared.parts, prepared.join(), RunSinks())
+
+
+def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, device: torch.device) -> Iterator[str]:
+    """Yield lines that describe a run and its data at the start."""
+    plan, hybrid, train = inputs.plan, primitives.policy.hybrid, inputs.train
+    yield from (f"note: {note}" for note in inputs.notes)
+    why = inputs.spec.why_recompute
+    yield (
+        f"algorithm: {config.algorithm.adv_estimator}, {config.algorithm.policy_loss} loss; old_logprobs of "
+        + (f"a forward pass of their own: {why}" if why else "the update's first pass")
+    )
+    for role in inputs.roles.values():
+        where, is_actor = _describe_ranks(role.layout.ranks, plan.world_size), role.spec.name == "actor"
+        what = f", {config.model.dtype}, {config.model.transformer_impl} layers on {device}" if is_actor else ""
+        if where or role.spec.name != "reference":
+            yield f"{role.spec.title}: {role.layout.describe()}{where}{what}"
+    modes = describe_engine(config.rollout, device, config.actor.router_replay == "engine")
+    engines = config.placement.ranks_of("rollout", plan.world_size)
+    yield (
+        f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of "
+        f"{'the actor, rank(s) ' if plan.engine_is_actor else 'tp='}{plan.engine_ranks}"
+        f"{_describe_ranks(engines, plan.world_size)}{modes and '; ' + modes}"
+    )
+    if k := config.schedule.max_staleness:
+        yield (
+            f"schedule: responses begin up to {k} step(s) ahead; at most {(1 + k) * plan.rollouts_per_step} have begun "
+            f"and were not learned from; updates {config.schedule.updates}, order {config.schedule.order}"
+        )
+    yield f"stop tokens: {', '.join(map(str, inputs.stop_token_ids))}"
+    stats = hybrid.reshard_stats
+    yield (
+        f"weights: transport {hybrid.transport}; per switch {stats.bytes_moved:,} bytes moved, "
+        f"{stats.bytes_copied:,} copied inside a rank, {stats.bytes_aliased:,} aliased; "
+        f"verify {config.hybrid.verify}"
+    )
+    yield f"prompts: {len(train.prompts)} ({train.num_truncated} truncated, {train.num_dropped} dropped)"
+    table = format_table(
+        find_fast_paths(
+            config.actor, config.model.dtype, config.model.transformer_impl, plan.dp_size, config.rollout.bitwise
+        )
+    )
+    yield from (f"  {line}" for line in (*table, *plan.formulas()))
+
+
+def _describe_ranks(ranks: range, world_size: int) -> str:
+    return f" on rank(s) {format_ranks(ranks)}" if len(ranks) < world_size else ""

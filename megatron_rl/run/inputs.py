@@ -23,7 +23,7 @@ from megatron_rl.config.schema import REWARD_MODEL, RunConfig
 from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import PromptSet, choose_teachers, load_prompts, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
-from megatron_rl.extension.registry import HUB, find_entry
+from megatron_rl.extension.registry import HUB
 from megatron_rl.rewards.plan import build_reward_plan, check_truths
 from megatron_rl.rewards.scoring import RewardFunction, RewardPlan, Rule
 from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models, resolve, resolve_sft
@@ -223,8 +223,8 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     """Read and check models, prompts, rewards and plugins after `enter_parts` (UserError if any is wrong)."""
     spec = resolve(config)
     check_paths(config)
-    find_entry(POLICY_LOSSES, config.algorithm.policy_loss, "algorithm.policy_loss")
-    find_entry(LOSS_AGGREGATIONS, config.algorithm.loss_agg_mode, "algorithm.loss_agg_mode")
+    POLICY_LOSSES.check(config.algorithm.policy_loss)
+    LOSS_AGGREGATIONS.check(config.algorithm.loss_agg_mode)
     BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
     reward = config.reward
     models = () if reward.components else config.reward_model.roles
@@ -318,7 +318,7 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
 
     SftPlan.build(config, world_size)
     check_paths(config)
-    find_entry(LOSS_AGGREGATIONS, config.algorithm.loss_agg_mode, "algorithm.loss_agg_mode")
+    LOSS_AGGREGATIONS.check(config.algorithm.loss_agg_mode)
     spec = resolve_sft(config)
     roles, tokenizer = read_models(config, spec, world_size)
     noted = note_models(config, roles)

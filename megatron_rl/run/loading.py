@@ -17,10 +17,10 @@ from typing import Any
 
 import yaml
 
+from megatron_rl.config.algorithm import OPTIONS
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.checks import check_config, put_aside
 from megatron_rl.config.fields import (
-    OPTIONS,
     PREFIX,
     TEACHERS,
     FieldInfo,
@@ -30,10 +30,10 @@ from megatron_rl.config.fields import (
     list_options,
     section_classes,
 )
-from megatron_rl.config.schema import RolloutConfig, RunConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections import MISSING
 from megatron_rl.config.sources import ASSUMED, RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
-from megatron_rl.extension.registry import find_engine
+from megatron_rl.extension.registry import ENGINES
 from megatron_rl.types import UserError
 
 _REFERENCE = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")
@@ -144,7 +144,8 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
         mistakes.refused.add(_ENGINE)
     else:
         with mistakes.collect(_ENGINE):
-            find_engine(chosen[_ENGINE].value if _ENGINE in chosen else RolloutConfig().engine, sources.get(_ENGINE))
+            if _ENGINE in chosen:
+                ENGINES.check(chosen[_ENGINE].value, sources[_ENGINE])
     if _ENGINE in mistakes.refused:
         values.pop(_ENGINE, None)
     classes = section_classes()

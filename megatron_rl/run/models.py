@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from megatron_rl.checkpoint.files import MTP_ROLE, find_model_files, find_mtp_we
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_rl.extension.registry import find_engine, find_entry
+from megatron_rl.extension.registry import ENGINES
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.role_layouts import DTYPE_BYTES, check_layout
 from megatron_rl.types import UserError
@@ -38,8 +38,7 @@ def resolve(config: RunConfig) -> RunSpec:
         from megatron_rl.extension.user_code import load_plugins
 
         load_plugins(config.algorithm.plugins)
-    name = config.algorithm.adv_estimator
-    estimator = find_entry(ADVANTAGE_ESTIMATORS, name, "algorithm.adv_estimator")
+    estimator = ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator]
     roles = [_make_actor(config)]
     if config.algorithm.kl_coef > 0:
         roles.append(_make_reference(config))
@@ -167,7 +166,7 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
         from megatron_rl.weights.rollout_layout import check_engine
 
         check_engine(policy, config.rollout.engine, config.rollout.quantization, adapters)
-    check_model = find_engine(config.rollout.engine).check_model
+    check_model = ENGINES[config.rollout.engine].check_model
     if check_model is not None:
         check_model(policy, config.rollout)
     if HAS_TORCH and config.rollout.supports("reads_config"):
@@ -313,6 +312,15 @@ def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> 
     return layout
 
 
+def check_graphs(config: RunConfig, roles: Iterable[RoleInputs]) -> None:
+    """Refuse the step mode `graph` where graphs cannot be captured (UserError)."""
+    for role in roles:
+        if role.spec.trainable and role.spec.training.step_mode == "graph":
+            from megatron_rl.training.cuda_graph import check_step_mode
+
+            check_step_mode(role.spec, role.shape, config.model.dtype)
+
+
 def check_machine(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str | None = None) -> list[str]:
     """Refuse a config that this machine cannot run; without torchrun, return the reason as a note.
 
@@ -327,16 +335,12 @@ def check_machine(config: RunConfig, roles: Mapping[str, RoleInputs], engine: st
     import torch
 
     try:
-        for role in roles.values():
-            if role.spec.trainable and role.spec.training.step_mode == "graph":
-                from megatron_rl.training.cuda_graph import check_step_mode
-
-                check_step_mode(role.spec, role.shape, config.model.dtype)
+        check_graphs(config, roles.values())
         if config.model.transformer_impl == "transformer_engine":
             from megatron_rl.models.attention_kernels import check_transformer_engine
 
             check_transformer_engine()
-        check_on_cpu = find_engine(engine).check_on_cpu if engine is not None else None
+        check_on_cpu = ENGINES[engine].check_on_cpu if engine is not None else None
         if check_on_cpu is not None and not torch.cuda.is_available():
             check_on_cpu(roles["actor"].shape, config.rollout)
     except UserError as error:

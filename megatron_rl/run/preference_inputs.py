@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_rl.algorithms.catalog import PREFERENCE_LOSSES
+from megatron_rl.config.checked import CheckedConfig
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import AlgorithmConfig, RunConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.data.preference_rows import PreferenceSet, load_preferences
 from megatron_rl.data.prompts import name_files
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.extension.registry import find_entry
 from megatron_rl.run.inputs import SftInputs, check_mixture, check_paths
 from megatron_rl.run.models import RoleInputs, note_models, read_models, resolve, resolve_sft
 from megatron_rl.types import UserError
@@ -40,7 +40,7 @@ def plan_preferences(config: RunConfig, world_size: int, num_examples: int | Non
         from megatron_rl.extension.user_code import load_plugins
 
         load_plugins(config.algorithm.plugins)
-    find_entry(PREFERENCE_LOSSES, config.preference.loss, "preference.loss")
+    PREFERENCE_LOSSES.check(config.preference.loss)
     if config.algorithm.kl_coef not in (0.0, config.preference.beta):
         raise UserError(
             f"algorithm.kl_coef = {config.algorithm.kl_coef} with preferences",
@@ -48,13 +48,9 @@ def plan_preferences(config: RunConfig, world_size: int, num_examples: int | Non
             expected="0: the weight of the reference is preference.beta",
             hint=f"set preference.beta={config.algorithm.kl_coef} instead (TRL's beta)",
         )
-    if config.actor.step_mode != "eager":
-        raise UserError(
-            f"actor.step_mode = {config.actor.step_mode!r} with preferences, whose loss has no fixed shape",
-            source="actor.step_mode",
-            expected="eager",
-            hint="leave actor.step_mode out",
-        )
+    checked = CheckedConfig(config)
+    checked.allow("actor.step_mode", "eager", "with preferences, whose loss has no fixed shape", "leave it out")
+    checked.mistakes.raise_all()
     if config.preference.loss == "kto" and config.data.train_batch_size < 2:
         raise UserError(
             "data.train_batch_size = 1 with preference.loss = 'kto', whose baseline is of responses to other prompts",

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.checked import Mistakes
-from megatron_rl.config.fields import list_fields
-from megatron_rl.config.rendering import config_to_dict, format_yaml
+from megatron_rl.config.fields import config_to_dict, format_yaml, list_fields
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.run.inputs import localize
 from megatron_rl.run.loading import LoadedConfig, read_settings

@@ -18,7 +18,7 @@ import torch
 from megatron_rl.checkpoint.directory import find_step
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.saving import save_now
-from megatron_rl.config.rendering import dump_yaml
+from megatron_rl.config.fields import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.engines.build import import_library

@@ -24,6 +24,7 @@ from megatron_rl.run.building import (
 from megatron_rl.run.checkpoints import Checkpoints, TrainingState, actor_export, side_files
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import SftInputs, localize, read_sft_inputs
+from megatron_rl.run.models import check_graphs
 from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.samples.batch import Packer
 from megatron_rl.samples.experience import Experience, replicate
@@ -122,10 +123,7 @@ def train_sft(
     order_kernels(config)
     config, commits = localize(config)
     inputs = read_inputs(config, launched_sizes()[0])
-    if inputs.actor.spec.training.step_mode == "graph":
-        from megatron_rl.training.cuda_graph import check_step_mode
-
-        check_step_mode(inputs.actor.spec, inputs.actor.shape, config.model.dtype)
+    check_graphs(config, [inputs.actor])
     config = wait_for_debugger(config)
     trainer = make(config, inputs, recipe, commits)
     try:

@@ -28,7 +28,7 @@ from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, 
 from megatron_rl.compat.trl import ALIASES, GROUPS
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.extension.registry import ENGINES, OBJECT, RegisteredEngine, enter_object
+from megatron_rl.extension.registry import ENGINES, OBJECT, RegisteredEngine
 from megatron_rl.run.building import launched_sizes
 from megatron_rl.run.command_line import end_program_on_errors
 from megatron_rl.run.inputs import Parts
@@ -305,14 +305,12 @@ def enter_parts(parts: Parts, config: RunConfig) -> RunConfig:
         entry = parts.adv_estimator
         if not isinstance(entry, RegisteredEstimator):
             entry = RegisteredEstimator(entry)
-        name = enter_object(ADVANTAGE_ESTIMATORS, entry, entry.estimate, "algorithm.adv_estimator")
-        algorithm = replace(algorithm, adv_estimator=name)
+        algorithm = replace(algorithm, adv_estimator=ADVANTAGE_ESTIMATORS.enter(entry, entry.estimate))
     if parts.policy_loss is not None:
-        name = enter_object(POLICY_LOSSES, parts.policy_loss, parts.policy_loss, "algorithm.policy_loss")
-        algorithm = replace(algorithm, policy_loss=name)
+        algorithm = replace(algorithm, policy_loss=POLICY_LOSSES.enter(parts.policy_loss, parts.policy_loss))
     if parts.engine is not None:
         entry = parts.engine if isinstance(parts.engine, RegisteredEngine) else RegisteredEngine(parts.engine)
-        rollout = replace(rollout, engine=enter_object(ENGINES, entry, entry.make, "rollout.engine"))
+        rollout = replace(rollout, engine=ENGINES.enter(entry, entry.make))
         check_config(replace(config, rollout=rollout))
     models = config.reward_model.roles
     if (parts.reward_model or (models and not reward.components)) and (parts.reward or (parts.reward_model and models)):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.placement import HybridConfig
+from megatron_rl.config.sections import HybridConfig
 from megatron_rl.engines.protocol import EngineWeights
 from megatron_rl.parallel.collectives import Process, connect, current_device, gather_objects
 from megatron_rl.parallel.layout import EngineRanks

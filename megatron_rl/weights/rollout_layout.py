@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from megatron_rl.extension.registry import find_engine, name_engines
+from megatron_rl.extension.registry import ENGINES, name_engines
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.family import FAMILIES
@@ -37,7 +37,7 @@ def check_engine(
     shape: ModelShape, engine: str, quantization: str = "none", adapters: AdapterShape | None = None
 ) -> None:
     """Refuse a model, a quantization or separate `adapters` that the engine does not support (UserError)."""
-    supports = find_engine(engine).has
+    supports = ENGINES[engine].has
     if shape.delta_net is not None and not supports("delta_nets"):
         raise UserError(
             f"rollout.engine = {engine!r} with a {shape.family} model: its cache holds keys and values, no states",

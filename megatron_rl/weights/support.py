@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_rl.extension.registry import find_engine, name_engines
+from megatron_rl.extension.registry import ENGINES, name_engines
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size
@@ -133,7 +133,7 @@ def check_bitwise(shape: ModelShape, tp_size: int, engine: str) -> None:
             expected="false on GPUs",
             hint="algorithm.importance_sampling corrects for the gap, and mismatch/max shows it",
         )
-    if shape.num_experts and not find_engine(engine).has("is_actor"):
+    if shape.num_experts and not ENGINES[engine].has("is_actor"):
         raise UserError(
             f"rollout.bitwise with a mixture of {shape.num_experts} experts: rollout.engine = {engine!r} has another "
             "order of products and sums in its experts",

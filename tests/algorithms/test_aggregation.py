@@ -17,7 +17,7 @@ from megatron_rl.algorithms.aggregation import (
     ledger_metrics,
     register_loss_aggregation,
 )
-from megatron_rl.config.fields import find_options
+from megatron_rl.algorithms.catalog import find_options
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.types import UserError

@@ -8,10 +8,9 @@ import math
 import pytest
 import torch
 
-from megatron_rl.algorithms.catalog import POLICY_LOSSES
+from megatron_rl.algorithms.catalog import POLICY_LOSSES, find_options
 from megatron_rl.algorithms.losses import PolicyLossInputs
 from megatron_rl.config.algorithm import AlgorithmConfig, DroOptions
-from megatron_rl.config.fields import find_options
 
 OLD = -1.0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distributed import run_ranks
-from megatron_rl.config.rendering import dump_yaml
+from megatron_rl.config.fields import dump_yaml
 from megatron_rl.run.loading import load_config
 from rl_runs import overrides_for
 from tools.benchmarks import bench_soak

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.compat.aliases import alias_names
+from megatron_rl.compat import aliases
 from megatron_rl.compat.kinds import Renamed, SameAs
 from megatron_rl.compat.name_groups import GROUPS
 from megatron_rl.compat.name_tables import ALIASES, PATTERNS
@@ -344,8 +344,8 @@ def test_every_target_is_a_setting() -> None:
 
 
 def test_no_name_has_two_meanings() -> None:
-    names = alias_names()
-    assert len(names) == len(set(names))
+    names = [*aliases._OF_SFT[0], *(name for group in aliases._OF_SFT[1] for name in group.names)]
+    assert len(names) == len(set(names)) == len(aliases.alias_targets())
 
 
 def test_the_page_of_names_is_in_step() -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.compat.aliases import format_help, format_names
-from megatron_rl.config.fields import list_fields
-from megatron_rl.config.rendering import config_to_dict, dump_yaml
+from megatron_rl.config.fields import config_to_dict, dump_yaml, list_fields
 from megatron_rl.run.command_line import run_command
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.batch_plan import BatchPlan
-from megatron_rl.config.placement import PlacementConfig
 from megatron_rl.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -19,7 +18,7 @@ from megatron_rl.config.schema import (
     RunConfig,
     TrainerConfig,
 )
-from megatron_rl.config.sections import ServerConfig
+from megatron_rl.config.sections import PlacementConfig, ServerConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.run.models import resolve
 from megatron_rl.types import UserError
@@ -140,5 +139,5 @@ def test_servers_are_as_many_as_engines() -> None:
 
 
 def test_fine_tuning_has_one_role() -> None:
-    with pytest.raises(UserError, match="placement.actor in supervised fine-tuning, which has one role"):
+    with pytest.raises(UserError, match="placement.actor = '0' in supervised fine-tuning, which has one role"):
         SftPlan.build(replace(PPO, placement=PlacementConfig(actor="0")), 2)

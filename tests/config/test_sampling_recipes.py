@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.rendering import dump_yaml
+from megatron_rl.config.fields import dump_yaml
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 

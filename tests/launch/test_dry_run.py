@@ -23,7 +23,7 @@ from mistakes import Mistake, read_mistakes
 from registries import restored_registries
 
 from launch import pretrain_grpo, pretrain_sft
-from megatron_rl.config.rendering import config_to_dict, dump_yaml
+from megatron_rl.config.fields import config_to_dict, dump_yaml
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.run.command_line import run_command
 from megatron_rl.run.inputs import plan_rl, read_rl_inputs, read_sft_inputs

@@ -20,7 +20,7 @@ from sabotage import read_rollouts
 from distributed import run_ranks
 from launch_runs import ROOT, environment, find_free_port
 from megatron_rl.checkpoint.directory import find_problems
-from megatron_rl.config.rendering import dump_yaml
+from megatron_rl.config.fields import dump_yaml
 from megatron_rl.run.loading import load_config
 from rl_runs import layout_overrides, overrides_for, read_records, train
 

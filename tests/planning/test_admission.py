@@ -85,7 +85,7 @@ def test_start_on_gpus_refuses(
     model.mkdir()
     (model / "config.json").write_bytes(find_shape(str(model), RECIPE).read_bytes())
     monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setattr("megatron_rl.run.session.find_gpu_memory", lambda: 80 * GIB)
+    monkeypatch.setattr("megatron_rl.run.grpo.find_gpu_memory", lambda: 80 * GIB)
     arguments = [f"model.path={model}", f"trainer.check_memory={str(is_checked).lower()}", *ONE_STAGE]
     assert start(arguments, monkeypatch) == 2
     error = capsys.readouterr().err

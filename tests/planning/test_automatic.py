@@ -14,15 +14,15 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from megatron_rl.config.rendering import dump_yaml
+from megatron_rl.config.fields import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.planning.admission import list_candidates, read_job
 from megatron_rl.planning.cluster import Job, describe_cluster, find_cluster
-from megatron_rl.run import building, session
+from megatron_rl.run import building, grpo
+from megatron_rl.run.grpo import Prepared
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import resolve
-from megatron_rl.run.session import Prepared
 from megatron_rl.types import UserError
 from tools.planning import automatic
 from tools.planning.automatic import choose_layout
@@ -113,9 +113,9 @@ def test_ranks_that_choose_for_themselves_must_agree(monkeypatch: pytest.MonkeyP
     """Nodes of different memory would otherwise wait for each other."""
     inputs = SimpleNamespace()
     monkeypatch.setattr(building, "world", lambda: None)
-    monkeypatch.setattr(session, "init_distributed", lambda _: "process")
+    monkeypatch.setattr(grpo, "init_distributed", lambda _: "process")
     monkeypatch.setattr(building, "gather_objects", lambda mine, _: [mine, ["layout auto: this"]])
-    prepared = Prepared(load_config(RECIPE).config, inputs, None, session.Parts(), ["layout auto: another"])  # pyright: ignore
+    prepared = Prepared(load_config(RECIPE).config, inputs, None, grpo.Parts(), ["layout auto: another"])  # pyright: ignore
     with pytest.raises(UserError, match="do not agree: layout auto: another on rank 0, layout auto: this on rank 1"):
         prepared.join()
     assert replace(prepared, chosen=["layout auto: this"]).join() == "process"

@@ -134,9 +134,9 @@ def test_pauses_double(service, monkeypatch):
         ("short", "0 scores for 1 samples", 3),
         ("words", "'good' \\(str\\) as the score", 3),
         ("nan", "nan \\(float\\) as the score", 3),
-        ("slow-3", "not done within reward.service_timeout_seconds = 0.3", 3),
+        ("slow-3", "not done within reward.timeout_seconds = 0.3", 3),
         ("nested", "a bad answer", 3),
-        ("drip", "not done within reward.service_timeout_seconds = 0.3", 3),
+        ("drip", "not done within reward.timeout_seconds = 0.3", 3),
         ("large", "an answer of more than 4,000,000 bytes", 3),
     ],
 )
@@ -145,7 +145,7 @@ def test_lasting_trouble_stops_the_run(service, behavior, message, attempts, mon
     url = f"{service}/{behavior}/lasting-{behavior}"
     timeout = 0.3 if "0.3" in message else 20.0
     with pytest.raises(UserError, match=message) as caught:
-        ask(url, replace(QUICK, service_timeout_seconds=timeout), [make_rollout()])
+        ask(url, replace(QUICK, timeout_seconds=timeout), [make_rollout()])
     assert f"{url} gave no scores for 1 responses in {attempts} attempt(s)" in str(caught.value)
     assert "prompt ids: 17" in str(caught.value) and caught.value.source == "reward.function"
     assert seen(service, f"lasting-{behavior}")["requests"] == attempts
@@ -165,7 +165,7 @@ def test_headers_that_never_end(head):
 
         threading.Thread(target=serve, daemon=True).start()
         start = time.monotonic()
-        with pytest.raises(RequestFailed, match=r"service_timeout_seconds = 0\.5"):
+        with pytest.raises(RequestFailed, match=r"timeout_seconds = 0\.5"):
             post_within(f"http://127.0.0.1:{server.getsockname()[1]}/score", b"{}", 0.5, 1000)
         assert 0.5 <= time.monotonic() - start < 10
 

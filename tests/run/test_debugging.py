@@ -20,7 +20,7 @@ from dap_client import DapClient
 from distributed import run_ranks
 from launch_runs import ROOT, environment
 from megatron_rl.config.batch_plan import check_debug_rank
-from megatron_rl.config.rendering import dump_yaml
+from megatron_rl.config.fields import dump_yaml
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 from rl_runs import overrides_for, read_records, train

@@ -18,8 +18,8 @@ import torch
 import megatron_rl
 from distributed import run_ranks
 from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, RegisteredEstimator
-from megatron_rl.extension.registry import add_entry, enter_object
-from megatron_rl.run.lock import RunLock
+from megatron_rl.extension.registry import Registry
+from megatron_rl.run.opening import RunLock
 from megatron_rl.types import UserError
 from rl_runs import overrides_for
 
@@ -109,22 +109,22 @@ def define(module: str) -> Callable[..., Any]:
 
 def test_a_cell_that_is_run_again_replaces_its_function() -> None:
     """Only if both are of the program itself; other names stay taken."""
-    table: dict[str, Any] = {}
+    table = Registry[Any]("setting")
     for _ in range(2):
-        add_entry(table, "mine", cell := define("__main__"), cell, "setting")
+        table.add("mine", cell := define("__main__"), cell)
         assert table["mine"] is cell
     with pytest.raises(UserError, match='"mine" is registered already'):
-        add_entry(table, "mine", other := define("plugin"), other, "setting")
+        table.add("mine", other := define("plugin"), other)
     assert table["mine"] is cell
     with pytest.raises(UserError, match='"grpo" is registered already'):
-        add_entry(ADVANTAGE_ESTIMATORS, "grpo", RegisteredEstimator(cell), cell, "setting")
+        ADVANTAGE_ESTIMATORS.add("grpo", RegisteredEstimator(cell), cell)
 
 
 def test_an_estimator_of_a_cell_is_replaced_too() -> None:
-    table: dict[str, Any] = {}
+    table = Registry[Any]("setting")
     for _ in range(2):
         cell = define("__main__")
-        assert enter_object(table, RegisteredEstimator(cell), cell, "setting") == "of_a_cell"
+        assert table.enter(RegisteredEstimator(cell), cell) == "of_a_cell"
         assert table["of_a_cell"].estimate is cell
 
 

@@ -28,8 +28,7 @@ from megatron_rl.config.schema import ObservabilityConfig
 from megatron_rl.observability.run import Run
 from megatron_rl.run import checkpoints
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.lock import RunLock
-from megatron_rl.run.opening import check_dependencies, choose_checkpoint, describe_changes, find_dependencies
+from megatron_rl.run.opening import RunLock, check_dependencies, choose_checkpoint, describe_changes, find_dependencies
 from megatron_rl.types import UserError
 from rl_runs import fine_tune, layout_overrides, overrides_for, read_records, sft_overrides, train
 from tiny_models import ENGINE_SIZES, save_tiny_model

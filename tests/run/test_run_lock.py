@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import threading
 import time
@@ -18,14 +19,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.run.lock import Owner, RunLock
+from megatron_rl.run.opening import Owner, RunLock
 from megatron_rl.types import UserError
 
 
 @pytest.fixture(autouse=True)
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.run.lock._BEAT_SECONDS", 0.05)
-    monkeypatch.setattr("megatron_rl.run.lock._DEAD_SECONDS", 1.0)
+    monkeypatch.setattr("megatron_rl.run.opening._BEAT_SECONDS", 0.05)
+    monkeypatch.setattr("megatron_rl.run.opening._DEAD_SECONDS", 1.0)
 
 
 def write_lock(run_dir: Path, owner: Owner, age: float = 0.0) -> Path:
@@ -92,7 +93,7 @@ def test_who_is_dead(owner: Owner, age: float, taken_over: bool, tmp_path: Path)
         return
     assert lock.acquire() == f"{tmp_path} was held by {owner}, which is gone: its lock was taken over"
     assert (time.monotonic() - began > 0.9) == (owner is ELSEWHERE and age == 0.0)
-    lock.check()
+    assert lock.lost is None
     lock.release()
     assert list(tmp_path.iterdir()) == []
 
@@ -115,7 +116,7 @@ def test_a_heartbeat_on_another_machine_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_was_cut_off_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.run.lock._DEAD_SECONDS", 0.3)
+    monkeypatch.setattr("megatron_rl.run.opening._DEAD_SECONDS", 0.3)
     (tmp_path / "run.lock").write_text('{"host": "no')
     assert "an unknown host" in RunLock(tmp_path).acquire()
 
@@ -126,11 +127,10 @@ def test_the_owner_notices_what_happens_to_its_lock(tmp_path: Path) -> None:
     lock.acquire()
     lock.path.unlink()
     wait_until(lock.path.exists)
-    lock.check()
+    assert lock.lost is None
     write_lock(tmp_path, ELSEWHERE)
     wait_until(lambda: not lock._thread.is_alive())
-    with pytest.raises(UserError, match="was taken over by process .* on node7"):
-        lock.check()
+    assert re.search("was taken over by process .* on node7", str(lock.lost))
     lock.release()
     assert json.loads(lock.path.read_text())["token"] == "theirs"
 
@@ -177,5 +177,5 @@ def test_an_unexpected_error_does_not_end_the_heartbeat(tmp_path: Path, monkeypa
     while lock.path.stat().st_mtime == 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert lock.path.stat().st_mtime > 1
-    lock.check()
+    assert lock.lost is None
     lock.release()

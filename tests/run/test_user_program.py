@@ -30,7 +30,7 @@ from megatron_rl.rewards.calls import check_columns, score_batch
 from megatron_rl.rewards.functions import enter_rewards
 from megatron_rl.rewards.plan import build_reward_plan
 from megatron_rl.rewards.silence import explain_silence
-from megatron_rl.run.session import Session
+from megatron_rl.run.grpo import Trainer
 from megatron_rl.run.user_program import read_program
 from megatron_rl.types import Prompt, UserError
 from reward_samples import make_rollout
@@ -352,9 +352,9 @@ def test_arguments_without_a_counterpart_name_the_line_to_write(passed: dict[str
 def test_a_model_or_config_of_another_type_is_refused() -> None:
     for model, config in ((None, None), (3, None), ("m", [1])):
         with pytest.raises(UserError, match="that is a|model = "):
-            Session(model, config)
+            Trainer(model, config)
     with pytest.raises(UserError, match=r"the overrides \[1\]"):
-        Session("m", {"data": None}, [1])  # pyright: ignore
+        Trainer("m", {"data": None}, [1])  # pyright: ignore
 
 
 @pytest.mark.parametrize("reward, weights", [([f, g], [1]), (f, 2), ([], None), ([f, g], "ab"), (None, [1.0])])

@@ -315,7 +315,7 @@ def test_some_matrices_and_other_settings(tmp_path: Path) -> None:
     names = ["q_proj", "v_proj", "up_proj"]
     model = save_adapted(tmp_path, "qwen3", dict(target_modules=names, use_rslora=True))
     expected = train_with_transformers(model, UPDATES, ADAM_EPS)
-    options = dict(target_modules=names, rslora=True)
+    options = dict(target_modules=names, alpha=16.0)  # 8 / sqrt(4) = 16 / 4
     found = train(with_lora(LAYOUTS["tp2-pp2-sp-full"], tmp_path, **options), tmp_path / "model")
     gap = max((a - b).abs().max().item() for a, b in zip(found.after, expected.after, strict=True))
     assert gap <= TOLERANCE

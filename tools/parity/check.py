@@ -25,7 +25,7 @@ from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import LayoutConfig, ModelConfig, RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
-from megatron_rl.extension.registry import find_engine
+from megatron_rl.extension.registry import ENGINES
 from megatron_rl.parallel.collectives import Process, share_object, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
@@ -89,7 +89,7 @@ def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
     )
     wrong: dict[str, list[WrongTensor]] = {}
     sequences, engine_scores = [*check.prompts], None
-    policy = build() if check.engine and find_engine(check.engine).has("is_actor") else None
+    policy = build() if check.engine and ENGINES[check.engine].has("is_actor") else None
     if check.engine is not None:
         sequences, engine_scores, wrong[_engine_name(check)] = _ask_engine(check, process, policy)
     policy = policy or build()
@@ -137,7 +137,7 @@ def _describe(check: ParityCheck) -> dict[str, Any]:
 
 def _engine_name(check: ParityCheck) -> str:
     """Return a name for the engine distinct from "hf" and "megatron"."""
-    engine = find_engine(str(check.engine))
+    engine = ENGINES[str(check.engine)]
     return f"{check.engine}_engine" if engine.has("builds_model") or engine.has("is_actor") else str(check.engine)
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import yaml
 
 from megatron_rl.config.fields import coerce, list_fields
-from megatron_rl.config.placement import AutoLayoutConfig
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections import AutoLayoutConfig
 from megatron_rl.planning.admission import Candidate, check_job, find_problem, list_candidates, read_job
 from megatron_rl.planning.cluster import GIB, Cluster, Job
 from megatron_rl.planning.memory import compute_memory

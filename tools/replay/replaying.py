@@ -19,8 +19,8 @@ from megatron_rl.checkpoint.directory import find_problems, find_problems_togeth
 from megatron_rl.checkpoint.files import CONFIG_DIR
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state
-from megatron_rl.config.placement import PlacementConfig
 from megatron_rl.config.schema import LayoutConfig, RunConfig
+from megatron_rl.config.sections import PlacementConfig
 from megatron_rl.parallel.collectives import share_object
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError

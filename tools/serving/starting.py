@@ -24,10 +24,10 @@ from megatron_rl.data.passed_rows import pass_rows
 from megatron_rl.observability.status import StatusPage
 from megatron_rl.parallel.collectives import raise_together, share_object, world
 from megatron_rl.run.building import RunSinks, launched_sizes
+from megatron_rl.run.grpo import check
 from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.primitives import Primitives, build_primitives
-from megatron_rl.run.session import check
 from megatron_rl.types import UserError, text_of
 from tools.serving.checkpoint_index import SCHEME, unknown, utc
 from tools.serving.http_api import build_app, read_tokens
