@@ -64,7 +64,7 @@ PLACES = (
     ("the algorithm, line by line", "run/grpo.py", "Trainer"),
     ("prompts of a step, and their order", "data/prompts.py", "PromptBatches"),
     ("seeds of responses", "engines/protocol.py", "derive_seed"),
-    ("choice of the engine that serves a sample", "rollout/episodes.py", "assign_engines"),
+    ("choice of the engine that serves a sample", "rollout/generation.py", "assign_engines"),
     ("the loop between samples and the requests of an engine", "rollout/generation.py", "RolloutGenerator"),
     ("steps of an engine", "rollout/serving.py", "serve"),
     ("end of a sampling phase", "rollout/serving.py", "open_phase_end"),
