@@ -38,16 +38,11 @@ _MODEL = "policy"
 
 @dataclass(frozen=True)
 class Context:
-    """The prompt of a request.
-
-    Attributes:
-        name: key of the conversation: a digest for a chat, the text itself for plain text.
-        transcript: the chat so far; `None` if the request has plain text or tokens.
-    """
+    """The prompt of a request."""
 
     tokens: list[int]
-    name: str
-    transcript: ChatTranscript | None = None
+    name: str  # key of the conversation: a digest for a chat, the text itself for plain text
+    transcript: ChatTranscript | None = None  # the chat so far; `None` if the request has plain text or tokens
 
 
 class Conversations:
@@ -155,10 +150,6 @@ class Endpoint:
 
     Args:
         sample: (prompt tokens, limit of reply tokens) -> reply.
-
-    Attributes:
-        refusal: the error if a request had tools and the chat template omits tools or calls cannot be parsed;
-            else `None`.
     """
 
     def __init__(
@@ -171,6 +162,7 @@ class Endpoint:
         self._setup, self._tokenizer, self._sample = setup, tokenizer, sample
         self._conversations, self._lock = Conversations(tokenizer, setup, opening), threading.Lock()
         self._answered: dict[str, _Answered] = {}
+        # The error if a request had tools and the chat template omits tools or calls cannot be parsed; else `None`.
         self.refusal: UserError | None = None
 
     def list_models(self) -> dict[str, Any]:

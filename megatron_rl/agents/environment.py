@@ -21,23 +21,17 @@ SETTING = "agents.environment"
 
 @dataclass(frozen=True)
 class Task:
-    """The input of an episode.
-
-    Attributes:
-        ground_truth, data_source, extra_info, row: see `types.Prompt`.
-        seed: equal for all episodes on a prompt; `random` is already seeded with it.
-        messages: the prompt as chat messages, or `None` for plain text.
-        tools: in OpenAI format.
-    """
+    """The input of an episode."""
 
     prompt: str
+    # ground_truth, data_source, extra_info, row: see `types.Prompt`.
     ground_truth: Any
     data_source: str
     extra_info: dict[str, Any]
     row: dict[str, Any]
-    seed: int
-    messages: list[Message] | None = None
-    tools: list[Any] = field(default_factory=list)
+    seed: int  # equal for all episodes on a prompt; `random` is already seeded with it
+    messages: list[Message] | None = None  # the prompt as chat messages, or `None` for plain text
+    tools: list[Any] = field(default_factory=list)  # in OpenAI format
 
 
 @dataclass(frozen=True)
@@ -51,17 +45,11 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """One reply of the policy.
+    """One reply of the policy."""
 
-    Attributes:
-        text: without special tokens.
-        tool_calls: parsed by `agents.tool_format`.
-        finish_reason: "stop", or "length" if truncated.
-    """
-
-    text: str
-    tool_calls: list[ToolCall]
-    finish_reason: str
+    text: str  # without special tokens
+    tool_calls: list[ToolCall]  # parsed by `agents.tool_format`
+    finish_reason: str  # "stop", or "length" if truncated
 
 
 @dataclass(frozen=True)

@@ -25,31 +25,22 @@ _LONGEST_TRACE = 2000
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings that all episodes of a run share.
+    """Settings that all episodes of a run share."""
 
-    Attributes:
-        environment, program, tools: settings in `agents`; exactly one is set.
-        tokenizer: path.
-        options: chat-template arguments.
-        follows_template: whether `agents.history` is "template".
-        context_length: maximum tokens of a prompt and its response.
-        tool_format: `agents.tool_format`; workers resolve "auto".
-        reads_marks: `data.special_tokens_in_contents`.
-    """
-
+    # environment, program, tools: settings in `agents`; exactly one is set.
     environment: str | None
-    tokenizer: str
-    options: dict[str, Any]
+    tokenizer: str  # path
+    options: dict[str, Any]  # chat-template arguments
     stop_token_ids: tuple[int, ...]
-    follows_template: bool
+    follows_template: bool  # whether `agents.history` is "template"
     max_turns: int
     run_seed: int
     program: str | None = None
     tools: tuple[str, ...] = ()
     temperature: float = 1.0
-    context_length: int = 0
-    tool_format: str | None = AUTO
-    reads_marks: bool = False
+    context_length: int = 0  # maximum tokens of a prompt and its response
+    tool_format: str | None = AUTO  # `agents.tool_format`; workers resolve "auto"
+    reads_marks: bool = False  # `data.special_tokens_in_contents`
 
     @property
     def source(self) -> str:

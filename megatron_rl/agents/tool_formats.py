@@ -61,15 +61,10 @@ _TYPES: dict[str, set[type]] = {
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A tool-call format of a model family.
+    """A tool-call format of a model family."""
 
-    Attributes:
-        find: (text, parameters of the tools) -> calls.
-        marks: delimiters, removed from the text around calls; decoded even if they are special tokens.
-    """
-
-    find: Callable[[str, Schemas], list[_Found]]
-    marks: tuple[str, ...]
+    find: Callable[[str, Schemas], list[_Found]]  # (text, parameters of the tools) -> calls
+    marks: tuple[str, ...]  # delimiters, removed from the text around calls; decoded even if they are special tokens
 
 
 def _find_blocks(read: Callable[[str, Schemas], ToolCall]) -> Callable[[str, Schemas], list[_Found]]:

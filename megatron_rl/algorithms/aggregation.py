@@ -27,27 +27,18 @@ from megatron_rl.types import LossLedger, UserError
 
 @dataclass(frozen=True)
 class AggregationInputs:
-    """Inputs of an aggregation, over all ranks of one minibatch.
+    """Inputs of an aggregation, over all ranks of one minibatch."""
 
-    Attributes:
-        lengths: [num_seqs] float64, tokens in the loss of each rollout; 0 if fully masked.
-        max_response_length: `algorithm.loss_scale_factor`, or `data.max_response_length`.
-    """
-
-    lengths: np.ndarray
-    max_response_length: int | float
+    lengths: np.ndarray  # [num_seqs] float64, tokens in the loss of each rollout; 0 if fully masked
+    max_response_length: int | float  # `algorithm.loss_scale_factor`, or `data.max_response_length`
     options: Any = None
 
 
 @dataclass(frozen=True)
 class SequenceWeights:
-    """Output of an aggregation.
+    """Output of an aggregation."""
 
-    Attributes:
-        weights: [num_seqs] float64 weight of each token of a sequence; 0 without tokens in the loss.
-    """
-
-    weights: np.ndarray
+    weights: np.ndarray  # [num_seqs] float64 weight of each token of a sequence; 0 without tokens in the loss
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -14,15 +14,10 @@ from megatron_rl.config.schema import AlgorithmConfig
 
 @dataclass(frozen=True)
 class Responses:
-    """Assignment of the tokens of a packed [t] tensor to responses.
+    """Assignment of the tokens of a packed [t] tensor to responses."""
 
-    Attributes:
-        is_first: [t] bool, one token of each response, on one rank.
-        add_up: gives every token the sum over its response, [t] -> [t] float64.
-    """
-
-    is_first: torch.Tensor
-    add_up: Callable[[torch.Tensor], torch.Tensor]
+    is_first: torch.Tensor  # [t] bool, one token of each response, on one rank
+    add_up: Callable[[torch.Tensor], torch.Tensor]  # gives every token the sum over its response, [t] -> [t] float64
 
     @classmethod
     def of_sequences(cls, sequence_ids: torch.Tensor) -> Responses:

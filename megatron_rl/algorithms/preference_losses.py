@@ -23,17 +23,12 @@ _CALIBRATION_BINS = 10
 
 @dataclass(frozen=True)
 class ScoredResponses:
-    """Responses of a microbatch, [n] float64 each.
+    """Responses of a microbatch, [n] float64 each."""
 
-    Attributes:
-        scores: sums of the policy's log-probs, differentiable; of a reward model, the score of the last token.
-        lengths: number of tokens in the loss.
-        references: sums of the reference's log-probs; 0 if the loss has no reference.
-    """
-
+    # Sums of the policy's log-probs, differentiable; of a reward model, the score of the last token.
     scores: torch.Tensor
-    lengths: torch.Tensor
-    references: torch.Tensor
+    lengths: torch.Tensor  # number of tokens in the loss
+    references: torch.Tensor  # sums of the reference's log-probs; 0 if the loss has no reference
 
     def select(self, index: torch.Tensor | slice) -> ScoredResponses:
         """Return some of the responses."""

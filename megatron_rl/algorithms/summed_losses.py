@@ -28,16 +28,12 @@ Columns = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SummedLoss:
-    """A loss by the columns that it reads.
+    """A loss by the columns that it reads."""
 
-    Attributes:
-        compute: (logprobs [t] or [t, k], columns, sequence_ids [t]) -> loss of each token, like `logprobs`.
-        needed: columns without a default.
-        defaults: values of other columns, which `config` may set as well.
-    """
-
+    # (logprobs [t] or [t, k], columns, sequence_ids [t]) -> loss of each token, like `logprobs`.
     compute: Callable[[torch.Tensor, Columns, torch.Tensor], torch.Tensor]
-    needed: tuple[str, ...] = ("logprobs", "advantages")
+    needed: tuple[str, ...] = ("logprobs", "advantages")  # columns without a default
+    # Values of other columns, which `config` may set as well.
     defaults: Mapping[str, float] = field(default_factory=dict)
 
 

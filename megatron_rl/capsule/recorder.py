@@ -71,19 +71,12 @@ Index = Literal["token", "rollout", "group", "update", "step"]
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Fingerprints of n logical tensors.
+    """Fingerprints of n logical tensors."""
 
-    Attributes:
-        shapes: by name, in checkpoint order.
-        bits: [n, 2] int64: digest and total.
-        sizes: [n, 2] float64: norm and highest magnitude.
-        samples: [n, 64] float64, see `sample_places`.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    bits: np.ndarray
-    sizes: np.ndarray
-    samples: np.ndarray
+    shapes: Mapping[str, tuple[int, ...]]  # by name, in checkpoint order
+    bits: np.ndarray  # [n, 2] int64: digest and total
+    sizes: np.ndarray  # [n, 2] float64: norm and highest magnitude
+    samples: np.ndarray  # [n, 64] float64, see `sample_places`
 
 
 def sample_places(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -161,32 +154,21 @@ def fingerprint_pieces(
 
 @dataclass(frozen=True)
 class Values:
-    """One quantity of a step, such as its log-probs or a metric.
-
-    Attributes:
-        index: owner of each element: a response token, rollout, group, optimizer step of a role, or the step.
-        array: [k], one element per owner.
-        lengths: number of tokens of each rollout, if owners are tokens.
-    """
+    """One quantity of a step, such as its log-probs or a metric."""
 
     name: str
-    index: Index
-    array: np.ndarray
-    lengths: np.ndarray | None = None
+    index: Index  # owner of each element: a response token, rollout, group, optimizer step of a role, or the step
+    array: np.ndarray  # [k], one element per owner
+    lengths: np.ndarray | None = None  # number of tokens of each rollout, if owners are tokens
 
 
 @dataclass(frozen=True)
 class Section:
-    """Inputs or results of one part of the step.
-
-    Attributes:
-        is_input: whether a replay must reproduce the content bitwise in any layout.
-        content: fingerprints of parameters, or quantities in order of computation.
-    """
+    """Inputs or results of one part of the step."""
 
     name: str
-    is_input: bool
-    content: Fingerprints | list[Values]
+    is_input: bool  # whether a replay must reproduce the content bitwise in any layout
+    content: Fingerprints | list[Values]  # fingerprints of parameters, or quantities in order of computation
 
 
 def observe_parameters(roles: Mapping[str, SavedRole], *, is_input: bool) -> list[Section]:

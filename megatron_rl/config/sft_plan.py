@@ -22,9 +22,6 @@ class SftPlan:
     """Batch arithmetic of fine-tuning; `total_steps` is None until the data is read.
 
     A batch is one minibatch, in which every response counts as a rollout.
-
-    Attributes:
-        responses_per_example: 2 for pairs.
     """
 
     world_size: int
@@ -35,7 +32,7 @@ class SftPlan:
     max_response_length: int
     num_examples: int | None
     total_steps: int | None
-    responses_per_example: int = 1
+    responses_per_example: int = 1  # 2 for pairs
 
     @classmethod
     def build(

@@ -33,20 +33,14 @@ _PAIR, _SINGLE = ("chosen", "rejected"), ("completion", "label")
 
 @dataclass(frozen=True)
 class Preference:
-    """A pair, chosen response first, or one response.
-
-    Attributes:
-        is_chosen: of a single response, its label.
-        margin: least difference of rewards that the loss is content with.
-        weight: weight of its loss.
-        step_ends, step_labels: [k] int64 place of each step's last token in prompt and response; [k] bool.
-    """
+    """A pair, chosen response first, or one response."""
 
     prompt: Prompt
     responses: list[Rollout]
-    is_chosen: bool = True
-    margin: float = 0.0
-    weight: float = 1.0
+    is_chosen: bool = True  # of a single response, its label
+    margin: float = 0.0  # least difference of rewards that the loss is content with
+    weight: float = 1.0  # weight of its loss
+    # step_ends, step_labels: [k] int64 place of each step's last token in prompt and response; [k] bool.
     step_ends: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     step_labels: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
 

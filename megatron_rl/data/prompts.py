@@ -53,16 +53,12 @@ _OPTIONS = "chat_template_kwargs"  # column with template arguments for its row
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts of a list of files, with counts of truncated and dropped ones.
-
-    Attributes:
-        file_starts: `prompt_id` of each file's first row.
-    """
+    """Prompts of a list of files, with counts of truncated and dropped ones."""
 
     prompts: list[Prompt]
     num_truncated: int
     num_dropped: int
-    file_starts: list[int]
+    file_starts: list[int]  # `prompt_id` of each file's first row
 
     @property
     def file_sizes(self) -> list[int]:

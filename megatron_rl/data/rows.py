@@ -25,17 +25,11 @@ _LONGEST_EXCERPT = 120
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a data file.
+    """One row of a data file."""
 
-    Attributes:
-        index: over all files, from 0.
-        file: index of its file, from 0.
-        location: "file:line" (JSONL) or "file:row N" (parquet), from 1.
-    """
-
-    index: int
-    file: int
-    location: str
+    index: int  # over all files, from 0
+    file: int  # index of its file, from 0
+    location: str  # "file:line" (JSONL) or "file:row N" (parquet), from 1
     columns: dict[str, Any]
 
     def scalar_text(self, column: str) -> str:

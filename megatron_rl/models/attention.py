@@ -289,15 +289,11 @@ def _turn(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbo
 
 @dataclass(frozen=True)
 class CachedRows:
-    """KV cache of a rank's layers, and the slots in it of the t rows of one forward.
+    """KV cache of a rank's layers, and the slots in it of the t rows of one forward."""
 
-    Attributes:
-        layers: layer number (megatron-core's) -> keys and values, [slots, ng/tp, d] each.
-        slots: [t] int64, slot of each row.
-    """
-
+    # Layer number (megatron-core's) -> keys and values, [slots, ng/tp, d] each.
     layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-    slots: torch.Tensor
+    slots: torch.Tensor  # [t] int64, slot of each row
 
     def store(self, layer_number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's rotated keys and values [t, ng/tp, d]; return all of its cache, [slots, ng/tp, d] each."""
@@ -309,25 +305,16 @@ class CachedRows:
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """megatron-core's `PackedSeqParams` of a row of t tokens, with positions and shared prompts.
+    """megatron-core's `PackedSeqParams` of a row of t tokens, with positions and shared prompts."""
 
-    Attributes:
-        segments: attention pattern of the whole row, over all context parallel shards.
-        sliding: (layer numbers, segments, rotary table) of sliding-window layers, or `None`.
-        rotary_table: [t/cp, 1, d], of this rank's shard.
-        unrotated_layers: layer numbers (megatron-core's) without rotary embedding.
-        cache: KV cache that `segments` index, without context parallelism; or `None`.
-        routes: expert routes of this rank's rows, or `None`.
-        sequence_rows: of the whole row, in models with gated delta nets, else `None`.
-    """
-
-    segments: Segments
-    rotary_table: RotaryTable
-    unrotated_layers: frozenset[int] = frozenset()
+    segments: Segments  # attention pattern of the whole row, over all context parallel shards
+    rotary_table: RotaryTable  # [t/cp, 1, d], of this rank's shard
+    unrotated_layers: frozenset[int] = frozenset()  # layer numbers (megatron-core's) without rotary embedding
+    # (layer numbers, segments, rotary table) of sliding-window layers, or `None`.
     sliding: tuple[frozenset[int], Segments, RotaryTable] | None = None
-    cache: CachedRows | None = None
-    routes: RowRoutes | None = None
-    sequence_rows: SequenceRows | None = None
+    cache: CachedRows | None = None  # KV cache that `segments` index, without context parallelism; or `None`
+    routes: RowRoutes | None = None  # expert routes of this rank's rows, or `None`
+    sequence_rows: SequenceRows | None = None  # of the whole row, in models with gated delta nets, else `None`
 
     def of_layer(self, number: int) -> tuple[Segments, RotaryTable | None]:
         """Return segments and rotary table (`None` for a layer without rotation) of megatron-core's layer `number`."""
@@ -429,11 +416,7 @@ class BlockedSelfAttention(SelfAttention):
 
 
 class PackedAttention(MegatronModule):
-    """Causal core attention over packed sequences: rotation, context parallel exchange or KV cache, and attention.
-
-    Attributes:
-        softmax_offset: [np] attention sinks (megatron-core's name), or `None`.
-    """
+    """Causal core attention over packed sequences: rotation, context parallel exchange or KV cache, and attention."""
 
     def __init__(
         self,
@@ -455,6 +438,7 @@ class PackedAttention(MegatronModule):
         self._cp_group = cp_group if cp_group is not None and cp_group.size() > 1 else None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
+            # [np] attention sinks (megatron-core's name), or `None`.
             self.softmax_offset = make_parameter(config, torch.zeros, heads, split_dim=0)
         else:
             self.softmax_offset = None

@@ -32,26 +32,18 @@ _EPSILON = 1e-6  # in the L2 norm of queries and keys
 
 @dataclass(frozen=True)
 class SequenceRows:
-    """Indices between a packed row of t tokens and its sequences (with prefixes) in chunks of 64, most chunks first.
+    """Indices between a packed row of t tokens and its sequences (with prefixes) in chunks of 64, most chunks first."""
 
-    Attributes:
-        convolved: [c] int64, input rows of the convolution: each sequence after `width - 1` zero rows (index t).
-        results: [chunks * 64] int64, convolution outputs in the chunks (all first chunks, all second chunks, ...);
-            index c - width + 1 stands for zeros.
-        tokens: [chunks * 64] int64, packed row at each chunk position; t stands for zeros.
-        counts: number of sequences that have a first, second, ... chunk.
-        places: [t] int64, chunk position of each packed row.
-        whole: [n] int64, chunk positions of all tokens, sequence by sequence.
-        cu_seqlens: [sequences + 1] int64, sequence boundaries in `whole`.
-    """
-
+    # [c] int64, input rows of the convolution: each sequence after `width - 1` zero rows (index t).
     convolved: torch.Tensor
+    # [chunks * 64] int64, convolution outputs in the chunks (all first chunks, all second chunks, ...); index c - width
+    # + 1 stands for zeros.
     results: torch.Tensor
-    tokens: torch.Tensor
-    counts: tuple[int, ...]
-    places: torch.Tensor
-    whole: torch.Tensor
-    cu_seqlens: torch.Tensor
+    tokens: torch.Tensor  # [chunks * 64] int64, packed row at each chunk position; t stands for zeros
+    counts: tuple[int, ...]  # number of sequences that have a first, second, ... chunk.
+    places: torch.Tensor  # [t] int64, chunk position of each packed row
+    whole: torch.Tensor  # [n] int64, chunk positions of all tokens, sequence by sequence
+    cu_seqlens: torch.Tensor  # [sequences + 1] int64, sequence boundaries in `whole`
 
 
 def build_sequence_rows(segments: Segments, width: int) -> SequenceRows:

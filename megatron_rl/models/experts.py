@@ -72,13 +72,9 @@ class GroupedLinear(AdaptedLinear):
         batch_invariant: make the output bits of a row independent of its expert's other rows.
         adapter: LoRA of every expert, for p parts of the weight: A [E, p r, k] and B [E, rows of the parts, r], split
             over TP like the weight.
-
-    Attributes:
-        weight: [E, n, k], or E matrices in NF4.
-        bias: [E, n], added by `GroupedExperts`, or `None`.
     """
 
-    weight: Any
+    weight: Any  # [E, n, k], or E matrices in NF4
 
     def __init__(
         self,
@@ -98,6 +94,7 @@ class GroupedLinear(AdaptedLinear):
         weight = self._make(config, torch.empty, size, split_dim)
         self.weight = [QuantizedMatrix(matrix) for matrix in weight.unbind()] if is_quantized else weight
         of_rows, of_columns = (1, None) if split_dim == 1 else (None, 2)
+        # [E, n], added by `GroupedExperts`, or `None`.
         self.bias = self._make(config, torch.zeros, size[:2], of_rows) if config.add_bias_linear else None
         self._multiply: Callable[[torch.Tensor, torch.Tensor, RowCounts], torch.Tensor] = (
             partial(multiply_in_turn, multiply_padded) if batch_invariant else multiply

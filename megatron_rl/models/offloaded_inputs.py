@@ -33,18 +33,13 @@ class _Held:
 
 
 class InputStore:
-    """Host memory of the inputs of a model's layers, in blocks of `rows` hidden states, a full microbatch.
-
-    Attributes:
-        num_bytes: page-locked so far.
-        num_stored: inputs that are on the host now.
-    """
+    """Host memory of the inputs of a model's layers, in blocks of `rows` hidden states, a full microbatch."""
 
     def __init__(self, hidden_size: int, rows: int) -> None:
         self._hidden_size, self._rows = hidden_size, rows
         self._free: list[torch.Tensor] = []
         self._open: list[Any] = []
-        self.num_bytes = self.num_stored = 0
+        self.num_bytes = self.num_stored = 0  # inputs that are on the host now
 
     def watch(self, stages: Iterable[torch.nn.Module]) -> None:
         """Store the inputs of the layers of these stages from now on."""

@@ -66,21 +66,15 @@ def list_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RoutingCounts:
-    """Router statistics of a rank over the tokens in the loss, summed over microbatches.
+    """Router statistics of a rank over the tokens in the loss, summed over microbatches."""
 
-    Attributes:
-        loads: [layers, experts], tokens per expert.
-        entropy: [layers], sum over tokens of the gate's entropy, in nats.
-        replayed, agreeing: [layers], tokens with a route to replay, and those that the router alone would have routed
-            equally.
-        strayed: [], tokens that did not follow their route; nonzero means a bug.
-    """
-
-    loads: torch.Tensor
-    entropy: torch.Tensor
+    loads: torch.Tensor  # [layers, experts], tokens per expert
+    entropy: torch.Tensor  # [layers], sum over tokens of the gate's entropy, in nats
+    # replayed, agreeing: [layers], tokens with a route to replay, and those that the router alone would have routed
+    # equally.
     replayed: torch.Tensor
     agreeing: torch.Tensor
-    strayed: torch.Tensor
+    strayed: torch.Tensor  # [], tokens that did not follow their route; nonzero means a bug
 
     @classmethod
     def of(cls, flat: torch.Tensor, layers: int, experts: int) -> RoutingCounts:
@@ -91,20 +85,15 @@ class RoutingCounts:
 
 @dataclass(frozen=True)
 class RowRoutes:
-    """Routes (experts chosen in each MoE layer) of a rank's packed rows, to replay and to record.
+    """Routes (experts chosen in each MoE layer) of a rank's packed rows, to replay and to record."""
 
-    Attributes:
-        given: [rows, layers, choices] routes to replay, or `None`; the dtype's maximum marks rows without a route.
-        used: output, shape of `given`: the chosen experts, or `None`.
-        counted: [rows] bool, tokens in the loss, or `None`.
-        flipped: output, [rows] bool: in some layer the router alone would have chosen other experts.
-        counts: incremented in forwards with gradients only, so recomputation does not count twice.
-    """
-
+    # [rows, layers, choices] routes to replay, or `None`; the dtype's maximum marks rows without a route.
     given: torch.Tensor | None = None
-    used: torch.Tensor | None = None
-    counted: torch.Tensor | None = None
+    used: torch.Tensor | None = None  # output, shape of `given`: the chosen experts, or `None`
+    counted: torch.Tensor | None = None  # [rows] bool, tokens in the loss, or `None`
+    # Output, [rows] bool: in some layer the router alone would have chosen other experts.
     flipped: torch.Tensor | None = None
+    # Incremented in forwards with gradients only, so recomputation does not count twice.
     counts: RoutingCounts | None = None
 
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
@@ -229,21 +218,14 @@ class RoutedLayer(TransformerLayer):
 
 @dataclass(frozen=True)
 class _Choices:
-    """Routing of a layer's t tokens, k experts each, between dispatch and combine.
+    """Routing of a layer's t tokens, k experts each, between dispatch and combine."""
 
-    Attributes:
-        size: [t, 1, h], shape of the hidden states.
-        tokens: [t k] token of each row; rows are sorted by expert, then by token.
-        experts: [t k] expert of each row.
-        counts: [E] rows per expert, over all ranks that share it.
-        order: [ranks t k] permutation from rank order to expert order; `None` without expert TP.
-    """
-
-    size: torch.Size
-    tokens: torch.Tensor
-    experts: torch.Tensor
-    counts: torch.Tensor
+    size: torch.Size  # [t, 1, h], shape of the hidden states
+    tokens: torch.Tensor  # [t k] token of each row; rows are sorted by expert, then by token
+    experts: torch.Tensor  # [t k] expert of each row
+    counts: torch.Tensor  # [E] rows per expert, over all ranks that share it
     dtype: torch.dtype
+    # [ranks t k] permutation from rank order to expert order; `None` without expert TP.
     order: torch.Tensor | None = None
     inverse: torch.Tensor | None = None
 

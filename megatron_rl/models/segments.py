@@ -16,50 +16,39 @@ class TileBatch:
 
     The call has (number + 1) * 32 keys per tile and a causal mask (missing rows are fillers). As its shape depends only
     on `number`, a token has the same bits in decoding, behind a shared prompt, and in a whole sequence.
-
-    Attributes:
-        number: index of the tile in its sequence; 0 for positions 0 to 31.
-        queries: [b * 32] int64, query rows of b tiles.
-        first_key, last_key: [b] int64, first and last key row of each tile's sequence.
     """
 
-    number: int
-    queries: torch.Tensor
+    number: int  # index of the tile in its sequence; 0 for positions 0 to 31
+    queries: torch.Tensor  # [b * 32] int64, query rows of b tiles
+    # first_key, last_key: [b] int64, first and last key row of each tile's sequence.
     first_key: torch.Tensor
     last_key: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Attention pattern of a packed row for one backend: segments, each with rows of queries and rows of keys.
-
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: [num_segments + 1] int32.
-        key_index: [k] int64, concatenated key rows of the segments; `None` if they are the packed rows in place.
-        key_is_real: [k] bool, false for padding in `key_index`, whose keys and values are zeroed.
-        batches: (number of segments, queries, keys) per batch of equally long segments (sdpa only).
-        order, key_order: int64, query rows and key rows by batch; `None` if rows stay in place (sdpa only).
-        places: [t] int64, index of each row in the concatenated results of the batches or tiles; `None` if rows stay
-            in place.
-        mask: [most queries of a segment with a prefix, most keys], additive (sdpa with prefixes only).
-        tiles: by ascending `number` (tiled only).
-        window: maximum number of visible keys, including a query's own; 0 means no limit.
-    """
+    """Attention pattern of a packed row for one backend: segments, each with rows of queries and rows of keys."""
 
     backend: str
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
+    cu_seqlens_q: torch.Tensor  # [num_segments + 1] int32
+    cu_seqlens_k: torch.Tensor  # [num_segments + 1] int32
     max_seqlen_q: int
     max_seqlen_k: int
+    # [k] int64, concatenated key rows of the segments; `None` if they are the packed rows in place.
     key_index: torch.Tensor | None = None
+    # [k] bool, false for padding in `key_index`, whose keys and values are zeroed.
     key_is_real: torch.Tensor | None = None
+    # (number of segments, queries, keys) per batch of equally long segments (sdpa only).
     batches: tuple[tuple[int, int, int], ...] = ()
+    # order, key_order: int64, query rows and key rows by batch; `None` if rows stay in place (sdpa only).
     order: torch.Tensor | None = None
     key_order: torch.Tensor | None = None
+    # [t] int64, index of each row in the concatenated results of the batches or tiles; `None` if rows stay in place.
     places: torch.Tensor | None = None
+    # [most queries of a segment with a prefix, most keys], additive (sdpa with prefixes only).
     mask: torch.Tensor | None = None
-    tiles: tuple[TileBatch, ...] = ()
-    window: int = 0
+    tiles: tuple[TileBatch, ...] = ()  # by ascending `number` (tiled only)
+    window: int = 0  # maximum number of visible keys, including a query's own; 0 means no limit
 
     @property
     def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:

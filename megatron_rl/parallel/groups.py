@@ -22,25 +22,20 @@ from megatron_rl.parallel.layout import Coordinates, ExpertCoordinates, Parallel
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's process groups in one role (actor, critic, ...).
-
-    Attributes:
-        at, expert_at: this rank's coordinates in dense layers and in expert layers.
-        world: all ranks of the role.
-        tp, pp, cp, dp: groups along one axis each.
-        collection: the groups for megatron-core.
-        replicas: ranks with this rank's ZeRO-3 shards of dense parameters, and of experts; `None` without replicas.
-    """
+    """This rank's process groups in one role (actor, critic, ...)."""
 
     layout: ParallelLayout
+    # at, expert_at: this rank's coordinates in dense layers and in expert layers.
     at: Coordinates
     expert_at: ExpertCoordinates
-    world: dist.ProcessGroup
+    world: dist.ProcessGroup  # all ranks of the role
+    # tp, pp, cp, dp: groups along one axis each.
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
     cp: dist.ProcessGroup
     dp: dist.ProcessGroup
-    collection: ProcessGroupCollection
+    collection: ProcessGroupCollection  # the groups for megatron-core
+    # Ranks with this rank's ZeRO-3 shards of dense parameters, and of experts; `None` without replicas.
     replicas: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 
     @cached_property

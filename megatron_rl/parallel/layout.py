@@ -36,25 +36,17 @@ class ExpertCoordinates:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions of one role (actor, critic, ...).
+    """Sizes of the parallel dimensions of one role (actor, critic, ...)."""
 
-    Attributes:
-        world_size: ranks of the role, not of the job.
-        vpp_size: model chunks per pipeline stage; 1 means no interleaving.
-        first_rank: first of the role's consecutive ranks.
-        etp_size: tensor parallel size of experts, 1 or `tp_size` (also if `None`).
-        shard_size: CP and DP ranks that hold the parameters together under ZeRO-3; all if `None`.
-    """
-
-    world_size: int
+    world_size: int  # ranks of the role, not of the job
     tp_size: int = 1
     pp_size: int = 1
-    vpp_size: int = 1
+    vpp_size: int = 1  # model chunks per pipeline stage; 1 means no interleaving
     cp_size: int = 1
     ep_size: int = 1
-    first_rank: int = 0
-    etp_size: int | None = None
-    shard_size: int | None = None
+    first_rank: int = 0  # first of the role's consecutive ranks
+    etp_size: int | None = None  # tensor parallel size of experts, 1 or `tp_size` (also if `None`)
+    shard_size: int | None = None  # CP and DP ranks that hold the parameters together under ZeRO-3; all if `None`
 
     def __post_init__(self) -> None:
         model = self.tp_size * self.pp_size * self.cp_size

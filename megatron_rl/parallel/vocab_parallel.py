@@ -135,17 +135,11 @@ def compute_logits_gradient(
 
 @dataclass(frozen=True)
 class PackedKeptSets:
-    """A set of token ids per row: the part of the vocabulary kept by truncated sampling (top-p etc.).
+    """A set of token ids per row: the part of the vocabulary kept by truncated sampling (top-p etc.)."""
 
-    Attributes:
-        ids: [k] int32, possibly also of other rows.
-        firsts: [t] int64, start of each row's set in `ids`.
-        counts: [t] int64, set sizes; 0 means the whole vocabulary.
-    """
-
-    ids: torch.Tensor
-    firsts: torch.Tensor
-    counts: torch.Tensor
+    ids: torch.Tensor  # [k] int32, possibly also of other rows
+    firsts: torch.Tensor  # [t] int64, start of each row's set in `ids`
+    counts: torch.Tensor  # [t] int64, set sizes; 0 means the whole vocabulary
 
     @classmethod
     def pack(cls, parts: Sequence[KeptSets], device: torch.device) -> PackedKeptSets:
@@ -178,18 +172,12 @@ class PackedKeptSets:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSoftmax:
-    """Settings of the model's output distribution `softmax(hidden @ weight.T / temperature)`.
+    """Settings of the model's output distribution `softmax(hidden @ weight.T / temperature)`."""
 
-    Attributes:
-        vocab_size: without padding; padding rows get no probability and no gradient.
-        tp_group: group over which the vocabulary is split evenly, in rank order.
-        chunk_tokens: tokens whose logits exist at once.
-    """
-
-    vocab_size: int
+    vocab_size: int  # without padding; padding rows get no probability and no gradient
     temperature: float
-    tp_group: dist.ProcessGroup
-    chunk_tokens: int
+    tp_group: dist.ProcessGroup  # group over which the vocabulary is split evenly, in rank order
+    chunk_tokens: int  # tokens whose logits exist at once
 
     def find_shard(self, weight: torch.Tensor) -> VocabShard:
         """Return the range of token ids whose output rows `weight` [v/tp, h] contains."""

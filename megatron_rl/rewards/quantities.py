@@ -131,20 +131,13 @@ _MAGNITUDES = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number as it was written.
+    """A number as it was written."""
 
-    Attributes:
-        value: without the scale.
-        scale: 1/100 for percent, 1000 for "thousand", else 1.
-        num_places: decimal places.
-        name: left side of "=", or "".
-        is_finished: false if an operation is left ("84/7", "1.5/2", "48 * 10^2"), but true for "1/3" and "4.8 * 10^3".
-    """
-
-    value: Fraction
-    scale: Fraction = Fraction(1)
-    num_places: int = 0
-    name: str = ""
+    value: Fraction  # without the scale
+    scale: Fraction = Fraction(1)  # 1/100 for percent, 1000 for "thousand", else 1
+    num_places: int = 0  # decimal places
+    name: str = ""  # left side of "=", or ""
+    # False if an operation is left ("84/7", "1.5/2", "48 * 10^2"), but true for "1/3" and "4.8 * 10^3".
     is_finished: bool = True
 
     def equals(self, other: Quantity) -> bool:

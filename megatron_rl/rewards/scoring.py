@@ -196,14 +196,10 @@ RULES: dict[str, Callable[[str, Any, str, AnswerPolicy], float | dict[str, float
 
 @dataclass(frozen=True)
 class Rule:
-    """A built-in rule as a reward function.
+    """A built-in rule as a reward function."""
 
-    Attributes:
-        name: in `RULES`.
-        answer: for the rule "math": "marked" accepts only a marked answer, "any" also the last expression.
-    """
-
-    name: str
+    name: str  # in `RULES`
+    # For the rule "math": "marked" accepts only a marked answer, "any" also the last expression.
     answer: AnswerPolicy = "marked"
 
     def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> object:
@@ -248,39 +244,25 @@ RESERVED = (REWARD_MODEL, OVERLONG, RESTATES, *_COUNTED, "mean", "uninformative_
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """One reward source.
+    """One reward source."""
 
-    Attributes:
-        name: of its component in the logs.
-        target: a rule, "path.py:name", a service URL, or a reward model, "model" or "model:NAME".
-        setting: config setting that names the target, for errors.
-        function: `None` for a service or model.
-        takes_group: see `calls.takes_group`.
-    """
-
-    name: str
+    name: str  # of its component in the logs
     weight: float
-    target: str
-    setting: str
-    function: RewardFunction | None
-    takes_group: bool = False
+    target: str  # a rule, "path.py:name", a service URL, or a reward model, "model" or "model:NAME"
+    setting: str  # config setting that names the target, for errors
+    function: RewardFunction | None  # `None` for a service or model
+    takes_group: bool = False  # see `calls.takes_group`
 
 
 @dataclass(frozen=True)
 class RewardPlan:
-    """The weighted sum of reward sources.
+    """The weighted sum of reward sources."""
 
-    Attributes:
-        sources: rules, functions and services.
-        is_sum: whether `reward.components` is set; scores are then logged by source.
-        max_response_length: tokens.
-    """
-
-    sources: tuple[SourceSpec, ...]
+    sources: tuple[SourceSpec, ...]  # rules, functions and services
     models: tuple[SourceSpec, ...]
-    is_sum: bool
+    is_sum: bool  # whether `reward.components` is set; scores are then logged by source
     config: RewardConfig
-    max_response_length: int
+    max_response_length: int  # tokens
 
     @property
     def takes_groups(self) -> bool:

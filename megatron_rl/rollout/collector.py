@@ -53,17 +53,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Taken:
-    """Complete groups that a step takes; dynamic sampling may drop some later.
+    """Complete groups that a step takes; dynamic sampling may drop some later."""
 
-    Attributes:
-        prompts: equal on every rank.
-        steps: training step of each prompt, if none is dropped.
-        rollouts: (prompt index, rollout) of this rank's engine.
-    """
-
-    prompts: list[Prompt]
-    steps: list[int]
-    rollouts: list[tuple[int, Rollout]]
+    prompts: list[Prompt]  # equal on every rank
+    steps: list[int]  # training step of each prompt, if none is dropped
+    rollouts: list[tuple[int, Rollout]]  # (prompt index, rollout) of this rank's engine
     metrics: dict[str, float]
 
 
@@ -77,18 +71,14 @@ class Clock:
 
 
 class RolloutStream:
-    """Samples of a run in data order, which may begin before their step; every rank makes the same calls.
-
-    Attributes:
-        runs_ahead: dedicated engines generate during training.
-    """
+    """Samples of a run in data order, which may begin before their step; every rank makes the same calls."""
 
     def __init__(
         self, generator: RolloutGenerator, order: SampleOrder, config: RunConfig, clock: Clock, group: dist.ProcessGroup
     ) -> None:
         self._generator, self._order, self._clock, self._group = generator, order, clock, group
         self._carried = generator.open(order)
-        self.runs_ahead = clock.training is not None
+        self.runs_ahead = clock.training is not None  # dedicated engines generate during training
         self._schedule, self._rollout, self._agents = config.schedule, config.rollout, config.agents
         self._drains = config.schedule.updates == "drain"
         self._batch_size, self._group_size = config.data.train_batch_size, order.group_size
@@ -345,16 +335,12 @@ def describe_kept(
 
 @dataclass(frozen=True)
 class RewardSources:
-    """Scorer of local reward sources, and reward models.
-
-    Attributes:
-        add_scores: adds the scores of reward models to the rewards of samples; collective.
-        needs_greedy_baseline: whether the advantage estimator uses rewards of greedy responses (ReMax).
-    """
+    """Scorer of local reward sources, and reward models."""
 
     scorer: Scorer
+    # Adds the scores of reward models to the rewards of samples; collective.
     add_scores: Callable[[Experience], Experience] | None
-    needs_greedy_baseline: bool
+    needs_greedy_baseline: bool  # whether the advantage estimator uses rewards of greedy responses (ReMax)
 
 
 class Collector:

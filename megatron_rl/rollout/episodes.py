@@ -39,18 +39,14 @@ class Recording:
     A request continues the longest branch that its tokens begin with; its further tokens are an observation. Any other
     request starts a branch, or replaces the prompt before the first reply. So training uses each token from the engine
     exactly once, and no other.
-
-    Attributes:
-        reward: sum over turns, or `None` without any.
-        interrupted: number of tokens of a reply that will be continued.
     """
 
     def __init__(self, prompt: Prompt, sample_index: int) -> None:
         self.prompt, self._sample_index = prompt, sample_index
         self._contexts, self._current = [_Context(_Part(prompt.tokens))], 0
         self._turns: list[Turn] = []
-        self.interrupted = 0
-        self.reward: float | None = None
+        self.interrupted = 0  # number of tokens of a reply that will be continued
+        self.reward: float | None = None  # sum over turns, or `None` without any
 
     @classmethod
     def of(cls, rollout: Rollout) -> Recording:
@@ -335,17 +331,11 @@ class Following:
 
 @dataclass(frozen=True)
 class _Episode:
-    """State of one episode on its engine.
+    """State of one episode on its engine."""
 
-    Attributes:
-        recording: tokens so far; with an environment, ranks other than the engine's first have nothing else.
-        request: full request of the next reply, if one is due.
-        finish_reason: finish reason of the last reply.
-    """
-
-    recording: Recording
-    request: Request | None = None
-    finish_reason: str = "stop"
+    recording: Recording  # tokens so far; with an environment, ranks other than the engine's first have nothing else
+    request: Request | None = None  # full request of the next reply, if one is due
+    finish_reason: str = "stop"  # finish reason of the last reply
     rollout: Rollout | None = None
 
 

@@ -42,17 +42,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ControlMessage:
-    """Actions of an engine's ranks before the next step, in field order.
+    """Actions of an engine's ranks before the next step, in field order."""
 
-    Attributes:
-        interrupts: keys of requests to abort, keeping their partial results.
-        requests: requests to add, in the order of (turn, key).
-        stop: no message follows; running requests are completed.
-    """
-
-    interrupts: Sequence[int] = ()
-    requests: Sequence[Request] = ()
-    stop: bool = False
+    interrupts: Sequence[int] = ()  # keys of requests to abort, keeping their partial results
+    requests: Sequence[Request] = ()  # requests to add, in the order of (turn, key)
+    stop: bool = False  # no message follows; running requests are completed
 
 
 class Channel:
@@ -207,19 +201,12 @@ def find_window(open_: Sequence[int], begun: int, wanted: int, ahead: int, passe
 
 @dataclass(frozen=True)
 class PhaseTarget:
-    """Groups that a phase waits for.
+    """Groups that a phase waits for."""
 
-    Attributes:
-        needed: number of leading groups that must be complete.
-        wanted: total number of groups that must be complete.
-        left: [groups] this engine's unfinished samples.
-        holders: [groups] number of engines with unfinished samples.
-    """
-
-    needed: int
-    wanted: int
-    left: np.ndarray
-    holders: np.ndarray
+    needed: int  # number of leading groups that must be complete
+    wanted: int  # total number of groups that must be complete
+    left: np.ndarray  # [groups] this engine's unfinished samples
+    holders: np.ndarray  # [groups] number of engines with unfinished samples
 
     def is_reached(self, left: np.ndarray) -> bool:
         """Return whether the target is reached; `left`: [groups] unfinished samples of all engines."""

@@ -99,19 +99,12 @@ _ROLLOUTS = "rollouts"
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Everything that changes while a program trains.
+    """Everything that changes while a program trains."""
 
-    Attributes:
-        roles: trained roles of this rank.
-        parts: other objects by name, whose `state_dict` is JSON for their `load_state_dict`.
-        side_files: files besides weights, by role.
-        rollouts: unfinished responses; `None` if all end in their step.
-    """
-
-    roles: Mapping[str, SavedRole]
-    parts: Mapping[str, Any]
-    side_files: Mapping[str, Mapping[str, Path]]
-    rollouts: RolloutStream | None = None
+    roles: Mapping[str, SavedRole]  # trained roles of this rank
+    parts: Mapping[str, Any]  # other objects by name, whose `state_dict` is JSON for their `load_state_dict`
+    side_files: Mapping[str, Mapping[str, Path]]  # files besides weights, by role
+    rollouts: RolloutStream | None = None  # unfinished responses; `None` if all end in their step
 
     def content(self, step: int, recipe: str, **more: Any) -> RunContent:
         """Describe the end of a step for a checkpoint, with the state of each part and, by name, of `more`."""

@@ -360,18 +360,13 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run whose inputs were read and checked.
-
-    Attributes:
-        recipe: file whose name the default run directory gets.
-        chosen: one line per layout setting that was chosen automatically, and per commit of the hub.
-    """
+    """A run whose inputs were read and checked."""
 
     config: RunConfig
     inputs: RlInputs
-    recipe: Path | None
+    recipe: Path | None  # file whose name the default run directory gets
     parts: Parts
-    chosen: list[str]
+    chosen: list[str]  # one line per layout setting that was chosen automatically, and per commit of the hub
 
     def join(self) -> Process:
         """Start the process group; refuse ranks with other layouts, hub commits or objects (UserError); collective."""

@@ -42,32 +42,27 @@ if TYPE_CHECKING:  # a dry run imports no torch
 
 @dataclass(frozen=True)
 class Parts:
-    """User objects; `None` leaves the choice to the config.
+    """User objects; `None` leaves the choice to the config."""
 
-    Attributes:
-        reward: a function with verl's signature or TRL's `(prompts, completions, **columns)`, also async, called in
-            the rank; a source of `reward.components` by name; a reward model by its path; or a list of these.
-        weights: of several rewards; default: 1 each.
-        adv_estimator: `(AdvantageInputs, AlgorithmConfig)` -> advantages per token; a `RegisteredEstimator` if it needs
-            a critic's values or greedy responses.
-        policy_loss: `(PolicyLossInputs, AlgorithmConfig)` -> per token, a loss and whether it was clipped.
-        engine: see `EngineMaker` in `engines.protocol`; a `RegisteredEngine` if it supports more than plain sampling.
-        reward_model: all rollouts of a step -> one score each, called on every rank with the same result; the reward,
-            or added to the sum of `reward.components`.
-        rollouts: replaces engine, generation and rewards (see `tools.replay.recording.RecordedRollouts`).
-        choose_layout: for `layout.mode` auto: config, roles, cluster and recipe -> the config with a layout, and a line
-            on each choice; `tools.planning.automatic.choose_layout`.
-        actor, critic, reference: `RoleSetup` -> the role, such as a subclass of `Actor`, `Critic`, `Reference`.
-    """
-
+    # A function with verl's signature or TRL's `(prompts, completions, **columns)`, also async, called in the rank; a
+    # source of `reward.components` by name; a reward model by its path; or a list of these.
     reward: RewardFunction | str | Sequence[RewardFunction | str] | None = None
-    weights: Sequence[float] | None = None
+    weights: Sequence[float] | None = None  # of several rewards; default: 1 each
+    # `(AdvantageInputs, AlgorithmConfig)` -> advantages per token; a `RegisteredEstimator` if it needs a critic's
+    # values or greedy responses.
     adv_estimator: AdvantageEstimator | RegisteredEstimator | None = None
+    # `(PolicyLossInputs, AlgorithmConfig)` -> per token, a loss and whether it was clipped.
     policy_loss: PolicyLoss | None = None
+    # See `EngineMaker` in `engines.protocol`; a `RegisteredEngine` if it supports more than plain sampling.
     engine: EngineMaker | RegisteredEngine | None = None
+    # All rollouts of a step -> one score each, called on every rank with the same result; the reward, or added to the
+    # sum of `reward.components`.
     reward_model: Callable[[Sequence[Rollout]], Sequence[float]] | None = None
-    rollouts: Any = None
+    rollouts: Any = None  # replaces engine, generation and rewards (see `tools.replay.recording.RecordedRollouts`)
+    # For `layout.mode` auto: config, roles, cluster and recipe -> the config with a layout, and a line on each choice;
+    # `tools.planning.automatic.choose_layout`.
     choose_layout: Callable[[RunConfig, RunSpec, Cluster, Path | None], tuple[RunConfig, list[str]]] | None = None
+    # actor, critic, reference: `RoleSetup` -> the role, such as a subclass of `Actor`, `Critic`, `Reference`.
     actor: Callable[[RoleSetup], Any] | None = None
     critic: Callable[[RoleSetup], Any] | None = None
     reference: Callable[[RoleSetup], Any] | None = None
@@ -176,28 +171,21 @@ _NOT_READ = [] if HAS_TORCH else ["not checked: the headers of the weights, beca
 
 @dataclass(frozen=True)
 class RlInputs:
-    """Everything an RL run reads before it starts.
-
-    Attributes:
-        roles: models by role, in the order of `spec`.
-        tokenizer: of the policy.
-        thoughts: delimiters of reasoning; `None` without a budget for it.
-        plan: batch arithmetic for these prompts.
-        notes: a line for each setting without effect, prompt left out by its pass rate, ground truth that a rule cannot
-            read, and image-text model.
-    """
+    """Everything an RL run reads before it starts."""
 
     spec: RunSpec
-    roles: dict[str, RoleInputs]
-    tokenizer: Tokenizer
+    roles: dict[str, RoleInputs]  # models by role, in the order of `spec`
+    tokenizer: Tokenizer  # of the policy
     stop_token_ids: tuple[int, ...]
     train: PromptSet
     validation: dict[str, PromptSet]
     reward_plan: RewardPlan
-    plan: BatchPlan
+    plan: BatchPlan  # batch arithmetic for these prompts
+    # A line for each setting without effect, prompt left out by its pass rate, ground truth that a rule cannot read,
+    # and image-text model.
     notes: list[str]
     stop: StopStrings | None = None
-    thoughts: Thoughts | None = None
+    thoughts: Thoughts | None = None  # delimiters of reasoning; `None` without a budget for it
 
 
 @dataclass(frozen=True)

@@ -97,19 +97,12 @@ _ENGINE = "rollout.engine"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config with its origin.
+    """A config with its origin."""
 
-    Attributes:
-        config: resolved, without the settings that have no effect.
-        notes: one line for each setting without effect.
-        sources: full name -> file:line or "command line", for the given settings.
-        num_ranks: ranks requested by a verl recipe (nodes times GPUs per node); torchrun decides.
-    """
-
-    config: RunConfig
-    notes: list[str]
-    sources: dict[str, str]
-    num_ranks: int | None = None
+    config: RunConfig  # resolved, without the settings that have no effect
+    notes: list[str]  # one line for each setting without effect
+    sources: dict[str, str]  # full name -> file:line or "command line", for the given settings
+    num_ranks: int | None = None  # ranks requested by a verl recipe (nodes times GPUs per node); torchrun decides
 
 
 def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> LoadedConfig:

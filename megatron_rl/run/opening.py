@@ -168,20 +168,15 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a lock.
-
-    Attributes:
-        machine: host, boot and process namespace, in which `pid` is unique.
-        started, since: when the process started and took the lock, in seconds of its host's clock.
-        token: unique per lock.
-    """
+    """The process that holds a lock."""
 
     host: str
-    machine: str
+    machine: str  # host, boot and process namespace, in which `pid` is unique
     pid: int
+    # started, since: when the process started and took the lock, in seconds of its host's clock.
     started: float
     since: float
-    token: str
+    token: str  # unique per lock
 
     @classmethod
     def here(cls) -> Owner:
@@ -392,23 +387,15 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run whose directory is open, but whose log and metric files are not.
-
-    Attributes:
-        checkpoint: to resume from; `None` starts a new run.
-        is_known: the directory has records of this run.
-        dependencies: digests of files outside the checkpoints.
-        lock: held by rank 0.
-        guard: its `close` also restores the signals and releases the lock.
-    """
+    """A run whose directory is open, but whose log and metric files are not."""
 
     run: Run
-    checkpoint: Path | None
-    is_known: bool
-    dependencies: Dependencies
+    checkpoint: Path | None  # to resume from; `None` starts a new run
+    is_known: bool  # the directory has records of this run
+    dependencies: Dependencies  # digests of files outside the checkpoints
     stop: StopRequest
-    lock: RunLock
-    guard: Guard
+    lock: RunLock  # held by rank 0
+    guard: Guard  # its `close` also restores the signals and releases the lock
 
 
 def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> OpenedRun:

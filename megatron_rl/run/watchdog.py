@@ -140,25 +140,18 @@ _Heard = dict[int, tuple[int, float]]  # rank -> its last look, and when it arri
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """A watched rank.
-
-    Attributes:
-        limit: seconds that the rank may wait in one collective.
-        log_file: receives the stacks of all threads if the watchdog ends the job.
-        is_stopping: whether this rank received a stop signal.
-        any_place: apply `limit` outside of collectives, too (on CUDA the program waits for the device there).
-        roles: ranks of each role, for the report; empty if every rank has all roles.
-    """
+    """A watched rank."""
 
     rank: int
     world_size: int
     timers: PhaseTimers
-    limit: float
-    log_file: Path
+    limit: float  # seconds that the rank may wait in one collective
+    log_file: Path  # receives the stacks of all threads if the watchdog ends the job
     log: logging.Logger
-    is_stopping: Callable[[], bool] = lambda: False
+    is_stopping: Callable[[], bool] = lambda: False  # whether this rank received a stop signal
+    # Apply `limit` outside of collectives, too (on CUDA the program waits for the device there).
     any_place: bool = False
-    roles: str = ""
+    roles: str = ""  # ranks of each role, for the report; empty if every rank has all roles
 
 
 class Watchdog:

@@ -49,17 +49,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SegmentKeys:
-    """The keys that the queries of each segment attend to: the whole prefix, then the segment itself, causally.
+    """The keys that the queries of each segment attend to: the whole prefix, then the segment itself, causally."""
 
-    Attributes:
-        index: [k] int64, rows of the microbatch by segment; -1 on padding.
-        cu_seqlens: [num_segments + 1] int32, boundaries in `index`.
-        max_seqlen: most keys of a segment.
-    """
-
-    index: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
+    index: torch.Tensor  # [k] int64, rows of the microbatch by segment; -1 on padding
+    cu_seqlens: torch.Tensor  # [num_segments + 1] int32, boundaries in `index`
+    max_seqlen: int  # most keys of a segment
 
 
 def build_segment_keys(paths: Sequence[np.ndarray], lengths: Sequence[int], device: torch.device) -> SegmentKeys | None:
@@ -113,17 +107,11 @@ def pad_segments(
 
 @dataclass(frozen=True)
 class Padding:
-    """Rule by which microbatches are padded.
+    """Rule by which microbatches are padded."""
 
-    Attributes:
-        multiple: without buckets, lengths are rounded up to a multiple of this.
-        buckets: fixed lengths to pad to instead.
-        max_seqlen: with buckets, the largest number of tokens in a segment, padding segments included.
-    """
-
-    multiple: int
-    buckets: Buckets | None = None
-    max_seqlen: int | None = None
+    multiple: int  # without buckets, lengths are rounded up to a multiple of this
+    buckets: Buckets | None = None  # fixed lengths to pad to instead
+    max_seqlen: int | None = None  # with buckets, the largest number of tokens in a segment, padding segments included
 
     def find_size(self, num_tokens: int) -> int:
         """Return the padded length of a microbatch."""
@@ -217,62 +205,35 @@ class Rows:
 
 @dataclass(frozen=True)
 class MicrobatchSlice:
-    """Rows [start, stop) of a microbatch; `cu_seqlens` and `keys` count computed rows.
-
-    Attributes:
-        cu_seqlens: [num_segments + 1] int32; a segment is a sequence, or its rest after a shared prefix.
-        max_seqlen: longest segment; with buckets a common bound.
-        keys: keys that each segment attends to; `None` without shared prefixes.
-        is_bucketed: whether all shapes are padded to `Buckets`.
-        computed: [m] int64 relative to `start`: for each computed row one of the rows that share it, preferably a loss
-            token. `None` if all rows are computed.
-    """
+    """Rows [start, stop) of a microbatch; `cu_seqlens` and `keys` count computed rows."""
 
     start: int
     stop: int
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
-    keys: SegmentKeys | None = None
-    is_bucketed: bool = False
+    cu_seqlens: torch.Tensor  # [num_segments + 1] int32; a segment is a sequence, or its rest after a shared prefix
+    max_seqlen: int  # longest segment; with buckets a common bound
+    keys: SegmentKeys | None = None  # keys that each segment attends to; `None` without shared prefixes
+    is_bucketed: bool = False  # whether all shapes are padded to `Buckets`
+    # [m] int64 relative to `start`: for each computed row one of the rows that share it, preferably a loss token.
+    # `None` if all rows are computed.
     computed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Packed tensors of one DP rank, [t] (one row per token) unless noted; position 0 of each sequence is masked.
-
-    Attributes:
-        position_ids: int64, in the sequence including a shared prompt.
-        predecessors: int64, the computed row whose hidden state predicts this token; unused at position 0.
-        loss_weights: float32; `sum(loss_weights * loss)` over all microbatches and DP ranks of a minibatch is its loss.
-        sequence_ids: int64, index of the sequence (a branch of a rollout) in the step; -1 on padding.
-        old_logprobs, sum_pi_squared, ref_logprobs, advantages, values, returns, importance_weights: float32, `None`
-            until computed.
-        teacher_logprobs: float32, mean of the teachers, if added to the advantages.
-        teacher_top_k: [t, 2, k + 1] float32, `compute_linear_top_k` of the teacher, if the loss uses it.
-        teacher_hidden: [t, h of the teacher] float32, likewise.
-        chosen: bool, tokens that the policy loss treats specially (clip_cov, kl_cov).
-        update_logprobs, update_entropy: float32, at the last optimizer step that used the token (NaN before); written
-            by the actor's last pipeline stage if allocated.
-        kept: token sets that truncated sampling drew the tokens from; `None` means the whole vocabulary.
-        replayed_routes: [t, layers, choices] experts that the actor replays; see `RouteShape`.
-        routes_used: same shape; experts chosen on this rank's rows and layers, written by a forward pass if allocated.
-        targets: [t] or [t, k] int64, predicted instead of `tokens`, if given.
-        columns: [t, c] float32, inputs of a loss over `training.datums`, if given.
-        flipped: bool; tokens whose router disagrees with the replayed experts, written by an update if allocated.
-        ledgers: global `LossLedger` of each minibatch; not checked if empty.
-        names: names of the sequences in messages; may be empty.
-    """
+    """Packed tensors of one DP rank, [t] (one row per token) unless noted; position 0 of each sequence is masked."""
 
     tokens: torch.Tensor
-    position_ids: torch.Tensor
-    predecessors: torch.Tensor
+    position_ids: torch.Tensor  # int64, in the sequence including a shared prompt
+    predecessors: torch.Tensor  # int64, the computed row whose hidden state predicts this token; unused at position 0
     loss_mask: torch.Tensor
+    # Float32; `sum(loss_weights * loss)` over all microbatches and DP ranks of a minibatch is its loss.
     loss_weights: torch.Tensor
-    sequence_ids: torch.Tensor
+    sequence_ids: torch.Tensor  # int64, index of the sequence (a branch of a rollout) in the step; -1 on padding
     rollout_logprobs: torch.Tensor
     slices: list[MicrobatchSlice]
     minibatch_sizes: list[int]
+    # old_logprobs, sum_pi_squared, ref_logprobs, advantages, values, returns, importance_weights: float32, `None` until
+    # computed.
     old_logprobs: torch.Tensor | None = None
     sum_pi_squared: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
@@ -280,20 +241,26 @@ class TrainBatch:
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     importance_weights: torch.Tensor | None = None
-    teacher_logprobs: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None  # float32, mean of the teachers, if added to the advantages
+    # [t, 2, k + 1] float32, `compute_linear_top_k` of the teacher, if the loss uses it.
     teacher_top_k: torch.Tensor | None = None
-    teacher_hidden: torch.Tensor | None = None
-    chosen: torch.Tensor | None = None
+    teacher_hidden: torch.Tensor | None = None  # [t, h of the teacher] float32, likewise
+    chosen: torch.Tensor | None = None  # bool, tokens that the policy loss treats specially (clip_cov, kl_cov)
+    # update_logprobs, update_entropy: float32, at the last optimizer step that used the token (NaN before); written by
+    # the actor's last pipeline stage if allocated.
     update_logprobs: torch.Tensor | None = None
     update_entropy: torch.Tensor | None = None
+    # Token sets that truncated sampling drew the tokens from; `None` means the whole vocabulary.
     kept: PackedKeptSets | None = None
-    replayed_routes: torch.Tensor | None = None
+    replayed_routes: torch.Tensor | None = None  # [t, layers, choices] experts that the actor replays; see `RouteShape`
+    # Same shape; experts chosen on this rank's rows and layers, written by a forward pass if allocated.
     routes_used: torch.Tensor | None = None
+    # Bool; tokens whose router disagrees with the replayed experts, written by an update if allocated.
     flipped: torch.Tensor | None = None
-    targets: torch.Tensor | None = None
-    columns: torch.Tensor | None = None
-    ledgers: Sequence[LossLedger] = ()
-    names: Sequence[str] = ()
+    targets: torch.Tensor | None = None  # [t] or [t, k] int64, predicted instead of `tokens`, if given
+    columns: torch.Tensor | None = None  # [t, c] float32, inputs of a loss over `training.datums`, if given
+    ledgers: Sequence[LossLedger] = ()  # global `LossLedger` of each minibatch; not checked if empty
+    names: Sequence[str] = ()  # names of the sequences in messages; may be empty
 
     def name_sequence(self, index: int) -> str:
         """Return the name of a sequence for messages."""
@@ -403,25 +370,16 @@ FetchBranches = Callable[[Holders], Mapping[int, Branch]]
 
 @dataclass(frozen=True)
 class Packing:
-    """Sequences of a step that a role needs on one rank, packed into a batch.
-
-    Attributes:
-        starts: [n] row of the first token after the prompt; 0 for remote sequences.
-        lengths: [n] tokens after the prompt.
-        versions: [t] int32, policy version that sampled each token; undefined elsewhere.
-        turn_rewards: [t] float32, at the last token of each turn, if local turns have rewards.
-        routes: [t, layers, choices] experts chosen by the engine, if returned.
-        metrics: `packing/...`, averaged over minibatches; shares of padding over the step.
-    """
+    """Sequences of a step that a role needs on one rank, packed into a batch."""
 
     batch: TrainBatch
     holders: Holders
-    starts: np.ndarray
-    lengths: np.ndarray
-    versions: torch.Tensor
-    turn_rewards: torch.Tensor | None
-    routes: torch.Tensor | None
-    metrics: dict[str, float]
+    starts: np.ndarray  # [n] row of the first token after the prompt; 0 for remote sequences
+    lengths: np.ndarray  # [n] tokens after the prompt
+    versions: torch.Tensor  # [t] int32, policy version that sampled each token; undefined elsewhere
+    turn_rewards: torch.Tensor | None  # [t] float32, at the last token of each turn, if local turns have rewards
+    routes: torch.Tensor | None  # [t, layers, choices] experts chosen by the engine, if returned
+    metrics: dict[str, float]  # `packing/...`, averaged over minibatches; shares of padding over the step
 
     def rows(self, sequences: np.ndarray) -> torch.Tensor:
         """Return the rows of the tokens after the prompt of local `sequences`, concatenated."""
@@ -432,19 +390,14 @@ class Packing:
 
 @dataclass(frozen=True)
 class Packer:
-    """Builder of one role's `Packing` of a step.
+    """Builder of one role's `Packing` of a step."""
 
-    Attributes:
-        model: the role's `LaidOutModel`.
-        whole_prompts: keep all responses to a prompt in one microbatch.
-    """
-
-    model: Any
+    model: Any  # the role's `LaidOutModel`
     config: LayoutConfig
     plan: BatchPlan | SftPlan
     algorithm: AlgorithmConfig
     device: torch.device
-    whole_prompts: bool = False
+    whole_prompts: bool = False  # keep all responses to a prompt in one microbatch
 
     @property
     def key(self) -> Hashable:

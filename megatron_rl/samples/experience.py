@@ -46,15 +46,11 @@ from megatron_rl.types import SERVICE_FAILURES, Branch, Prompt, Rollout, RouteSh
 
 @dataclass(frozen=True)
 class Column:
-    """Per-token result of a role: [t, ...] in the rows of `packing`, valid after the prompts.
-
-    Attributes:
-        holders: ranks with the values; `None` for all ranks of `packing`.
-    """
+    """Per-token result of a role: [t, ...] in the rows of `packing`, valid after the prompts."""
 
     values: torch.Tensor
     packing: Packing
-    holders: Holders | None = None
+    holders: Holders | None = None  # ranks with the values; `None` for all ranks of `packing`
 
 
 _PER_ROLLOUT = ("mismatch", "lessons", "kl_per_rollout")
@@ -90,10 +86,6 @@ class Experience:
         prompts: one per group.
         baselines: [num_groups] reward of the greedy response (ReMax), NaN if it failed.
         metrics: metrics of the rollout phase.
-
-    Attributes:
-        columns: by name, each set once.
-        num_bytes: received by this rank for this step so far.
     """
 
     old_logprobs = _Slot()
@@ -126,10 +118,10 @@ class Experience:
     ) -> None:
         self.headers, self.prompts, self.baselines = headers, prompts, baselines
         self.metrics = dict(metrics or {})
-        self.columns: dict[str, Any] = {}
+        self.columns: dict[str, Any] = {}  # by name, each set once
         self._payload, self._group = payload, group
         self._holders = Holders(headers["holder"], payload.ranks)
-        self.num_bytes = payload.num_bytes
+        self.num_bytes = payload.num_bytes  # received by this rank for this step so far
         self._packings: dict[Hashable, Packing] = {}
         self._copies: dict[tuple[str, Hashable], torch.Tensor] = {}
 

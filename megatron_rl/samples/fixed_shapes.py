@@ -11,15 +11,10 @@ _STEPS = 16
 
 @dataclass(frozen=True)
 class Buckets:
-    """The allowed shapes of a microbatch.
+    """The allowed shapes of a microbatch."""
 
-    Attributes:
-        sizes: numbers of tokens, ascending.
-        max_num_seqs: padded number of segments, doubled if exceeded.
-    """
-
-    sizes: tuple[int, ...]
-    max_num_seqs: int
+    sizes: tuple[int, ...]  # numbers of tokens, ascending
+    max_num_seqs: int  # padded number of segments, doubled if exceeded
 
 
 def build_buckets(max_tokens: int, sizes: Sequence[int], multiple: int, max_num_seqs: int) -> Buckets:

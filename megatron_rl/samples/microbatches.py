@@ -45,18 +45,12 @@ class SharedPrefixes:
     """Common prefixes of sequences in packing order (the order in which a batch contains them).
 
     Places i < j share at least min(num_shared[i + 1 : j + 1]) tokens; exactly that if the order walks a prefix tree.
-
-    Attributes:
-        places: [n] int64, place of each sequence in the packing order.
-        num_shared: [n] int64, by place: tokens shared with the previous sequence.
-        shareable: [n] int64, by sequence: its tokens that can be shared (the prompt, or all).
-        name: for the metric `packing/<name>_repeats`.
     """
 
-    places: np.ndarray
-    num_shared: np.ndarray
-    shareable: np.ndarray
-    name: str = "prompt"
+    places: np.ndarray  # [n] int64, place of each sequence in the packing order
+    num_shared: np.ndarray  # [n] int64, by place: tokens shared with the previous sequence
+    shareable: np.ndarray  # [n] int64, by sequence: its tokens that can be shared (the prompt, or all)
+    name: str = "prompt"  # for the metric `packing/<name>_repeats`
 
     def measure(self, members: Sequence[int] | np.ndarray, firsts: Sequence[int] | np.ndarray = (0,)) -> np.ndarray:
         """Count the leading tokens that each member of a list shares with the member before it: [k] int64, first 0.

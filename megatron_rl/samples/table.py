@@ -54,17 +54,11 @@ HEADER = np.dtype(
 
 @dataclass(frozen=True)
 class Headers:
-    """Table of numbers, one row per sequence of a step; a group is the rollouts of one prompt.
+    """Table of numbers, one row per sequence of a step; a group is the rollouts of one prompt."""
 
-    Attributes:
-        rows: [n] of HEADER, sorted by group, sample and branch.
-        names: names of the reward components, in reported order.
-        components: [n, len(names)] float64; NaN if the rollout does not report the component.
-    """
-
-    rows: np.ndarray
-    names: tuple[str, ...]
-    components: np.ndarray
+    rows: np.ndarray  # [n] of HEADER, sorted by group, sample and branch
+    names: tuple[str, ...]  # names of the reward components, in reported order
+    components: np.ndarray  # [n, len(names)] float64; NaN if the rollout does not report the component
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -277,15 +271,10 @@ Read = Callable[[str, np.ndarray], torch.Tensor]  # (column, local sequences) ->
 
 @dataclass(frozen=True)
 class Holders:
-    """Assignment of sequences to the replicas (groups of ranks) that hold, or need, their values.
+    """Assignment of sequences to the replicas (groups of ranks) that hold, or need, their values."""
 
-    Attributes:
-        replica_of: [n] index of the replica; -1 if none.
-        ranks: [num_replicas, width] global ranks; a rank is in at most one replica.
-    """
-
-    replica_of: np.ndarray
-    ranks: np.ndarray
+    replica_of: np.ndarray  # [n] index of the replica; -1 if none
+    ranks: np.ndarray  # [num_replicas, width] global ranks; a rank is in at most one replica
 
     def locate(self, rank: int) -> tuple[int, int]:
         """Return the replica of a rank and the rank's index in it; (-2, 0) if it is in none."""
@@ -296,14 +285,10 @@ class Holders:
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """Sequences (indices) whose values one rank keeps, sends and receives in a `fetch`.
+    """Sequences (indices) whose values one rank keeps, sends and receives in a `fetch`."""
 
-    Attributes:
-        kept: needed sequences that are already local.
-        sends, receives: sequences by peer rank, both ascending.
-    """
-
-    kept: np.ndarray
+    kept: np.ndarray  # needed sequences that are already local
+    # sends, receives: sequences by peer rank, both ascending.
     sends: dict[int, np.ndarray]
     receives: dict[int, np.ndarray]
 
@@ -384,22 +369,14 @@ _VERSIONS, _REWARDS = {"versions": torch.int32}, {"rewards": torch.float32}  # f
 
 @dataclass(frozen=True)
 class Payload:
-    """Branches generated on this rank, by sequence index, as the source of fetches.
-
-    Attributes:
-        ranks: [num_replicas, width] ranks that hold the sequences of each replica.
-        num_bytes: received so far for this step.
-        has_kept: any token of the step was drawn by truncated sampling; equal on every rank.
-        route_shape: equal on every rank; `None` without routes.
-        has_episodes: whether unsampled tokens separate turns; otherwise `engines/wrappers.py` inserted them.
-    """
+    """Branches generated on this rank, by sequence index, as the source of fetches."""
 
     branches: Mapping[int, Branch]
-    ranks: np.ndarray
-    num_bytes: int = 0
-    has_kept: bool = False
-    route_shape: RouteShape | None = None
-    has_episodes: bool = True
+    ranks: np.ndarray  # [num_replicas, width] ranks that hold the sequences of each replica
+    num_bytes: int = 0  # received so far for this step
+    has_kept: bool = False  # any token of the step was drawn by truncated sampling; equal on every rank
+    route_shape: RouteShape | None = None  # equal on every rank; `None` without routes
+    has_episodes: bool = True  # whether unsampled tokens separate turns; otherwise `engines/wrappers.py` inserted them
 
 
 def index_branches(held: Iterable[tuple[int, Rollout]], headers: Headers) -> dict[int, Branch]:

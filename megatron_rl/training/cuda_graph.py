@@ -376,19 +376,12 @@ def explain_capture_failure(error: BaseException, last_op: str, name: str) -> Us
 
 @dataclass
 class StageGraphs:
-    """Forward and backward graph of one shape in one slot (place among microbatches in flight).
+    """Forward and backward graph of one shape in one slot (place among microbatches in flight)."""
 
-    Attributes:
-        forward_graph: returns the tensor to send, [t, 1, h], or the packed metrics on the last stage.
-        backward_graph: returns the gradient of `received`; a dummy on the first stage.
-        received: input of forward, [t, 1, h]; `None` on the first stage.
-        gradient: input of backward, [t, 1, h]; `None` on the last stage.
-    """
-
-    forward_graph: Captured
-    backward_graph: Captured
-    received: torch.Tensor | None
-    gradient: torch.Tensor | None
+    forward_graph: Captured  # returns the tensor to send, [t, 1, h], or the packed metrics on the last stage
+    backward_graph: Captured  # returns the gradient of `received`; a dummy on the first stage
+    received: torch.Tensor | None  # input of forward, [t, 1, h]; `None` on the first stage
+    gradient: torch.Tensor | None  # input of backward, [t, 1, h]; `None` on the last stage
 
 
 class _Replayed(torch.autograd.Function):

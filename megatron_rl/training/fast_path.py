@@ -16,19 +16,13 @@ from megatron_rl.parallel.collectives import find_triton_failure
 
 @dataclass(frozen=True)
 class FastPath:
-    """Whether one part of a training step uses its fastest implementation, the fast path.
-
-    Attributes:
-        is_fast: no better implementation exists for this machine.
-        brings: benefit of the fast path, if it is missing.
-        advice: how to enable it; empty if unavailable here.
-    """
+    """Whether one part of a training step uses its fastest implementation, the fast path."""
 
     part: str
     active: str
-    is_fast: bool
-    brings: str = ""
-    advice: str = ""
+    is_fast: bool  # no better implementation exists for this machine
+    brings: str = ""  # benefit of the fast path, if it is missing
+    advice: str = ""  # how to enable it; empty if unavailable here
 
 
 def find_fast_paths(

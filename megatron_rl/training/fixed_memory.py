@@ -19,11 +19,7 @@ from megatron_rl.training.packed_model import HostMemory, align
 
 
 class FixedMemory:
-    """Mapped device memory of constant address; not counted by torch's statistics.
-
-    Attributes:
-        block: all of it, uint8; accessible only while it is mapped.
-    """
+    """Mapped device memory of constant address; not counted by torch's statistics."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._driver = driver = import_module("cuda.bindings.driver")
@@ -39,6 +35,7 @@ class FixedMemory:
         self._address, self._handle = self._call("cuMemAddressReserve", self._size, 0, 0, 0), None
         self.map()
         array = {"data": (int(self._address), False), "shape": (num_bytes,), "typestr": "|u1", "version": 2}
+        # All of it, uint8; accessible only while it is mapped.
         self.block = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=array), device=device)
 
     def map(self) -> None:

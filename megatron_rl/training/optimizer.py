@@ -321,20 +321,16 @@ class StepLoss:
         name: unique per role; part of the key of captured graphs.
         function: (settings, microbatch, *head outputs) -> scalar loss and metrics by name: sums, or maxima if the name
             begins with "max/"; the same names for every microbatch.
-
-    Attributes:
-        settings: Python numbers from the config; changing them invalidates captured graphs.
-        metric_names: sums first; empty before the first call.
-        is_pulled: 0-d device bool: a head output received a nonzero gradient.
     """
 
     def __init__(
         self, name: str, function: Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]], device: torch.device
     ) -> None:
         self.name, self._function = name, function
-        self.settings: Any = None
-        self.metric_names: tuple[str, ...] = ()
+        self.settings: Any = None  # Python numbers from the config; changing them invalidates captured graphs
+        self.metric_names: tuple[str, ...] = ()  # sums first; empty before the first call
         self._are_names_shared = False
+        # 0-d device bool: a head output received a nonzero gradient.
         self.is_pulled = torch.zeros((), dtype=torch.bool, device=device)
 
     def __call__(self, microbatch: TrainBatch, *found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -406,22 +402,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of an optimizer step, equal on every rank except for the minibatches.
+    """Result of an optimizer step, equal on every rank except for the minibatches."""
 
-    Attributes:
-        passes: minibatches whose gradients were added, with their totals.
-        totals: metrics over passes, microbatches and DP ranks: sums, or maxima for "max/...".
-        grad_norm: global gradient norm before clipping.
-        loss: of the last pass.
-        adapter_norm: norm of the adapters after the step; `None` without adapters.
-    """
-
-    passes: list[Pass]
-    totals: dict[str, float]
-    grad_norm: float
+    passes: list[Pass]  # minibatches whose gradients were added, with their totals
+    totals: dict[str, float]  # metrics over passes, microbatches and DP ranks: sums, or maxima for "max/..."
+    grad_norm: float  # global gradient norm before clipping
     lr: float
-    loss: StepLoss
-    adapter_norm: float | None = None
+    loss: StepLoss  # of the last pass
+    adapter_norm: float | None = None  # norm of the adapters after the step; `None` without adapters
 
 
 class OptimizerStep:

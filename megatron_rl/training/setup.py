@@ -28,14 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LearnedTeacher:
-    """Teacher whose token distributions, not only log-probs of sampled tokens, the policy learns.
-
-    Attributes:
-        path: checkpoint; for `config.kind` full, the policy loads the teacher's output layer from it.
-    """
+    """Teacher whose token distributions, not only log-probs of sampled tokens, the policy learns."""
 
     config: DistillationConfig
-    path: str
+    path: str  # checkpoint; for `config.kind` full, the policy loads the teacher's output layer from it
     shape: ModelShape
 
 

@@ -20,11 +20,7 @@ from megatron_rl.weights.shard_box import ShardBox, box_slices
 
 
 class RowScales:
-    """Row scales of the matrices in a tensor set; every rank of the job makes the same calls.
-
-    Attributes:
-        params: scales of this rank's parameters by name, [n, 1] float32.
-    """
+    """Row scales of the matrices in a tensor set; every rank of the job makes the same calls."""
 
     def __init__(self, tensors: TensorSet, context: TransferContext, code_format: CodeFormat) -> None:
         self._tensors, self._group = tensors, context.group
@@ -39,6 +35,7 @@ class RowScales:
         heights = {p.param: 0 for p in self._pieces}
         for p in self._pieces:
             heights[p.param] = max(heights[p.param], p.local_box[0][1])
+        # Scales of this rank's parameters by name, [n, 1] float32.
         self.params = {name: torch.ones(height, 1, device=device) for name, height in heights.items()}
 
     @torch.no_grad()

@@ -80,15 +80,10 @@ class ScaledParam(_Computed):
 
 @dataclass(frozen=True)
 class CodedParam:
-    """Eight-bit codes of W for engines; `coded[rows, columns]` encodes that piece, int8.
+    """Eight-bit codes of W for engines; `coded[rows, columns]` encodes that piece, int8."""
 
-    Attributes:
-        weight: W [n, m].
-        scales: [n, 1] float32.
-    """
-
-    weight: torch.Tensor | ComputedParam
-    scales: torch.Tensor
+    weight: torch.Tensor | ComputedParam  # W [n, m]
+    scales: torch.Tensor  # [n, 1] float32
     code_format: CodeFormat
 
     @property

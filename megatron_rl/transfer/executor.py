@@ -111,9 +111,6 @@ class Resharder:
         ranks_per_node: for the check of shared memory.
         computed: source parameters, on any rank, that are computed when read, and sent in buckets.
 
-    Attributes:
-        transport: transport in use: "pull", "buckets", or "pull+buckets".
-
     Raises:
         UserError: on every rank; pull is requested and impossible.
     """
@@ -142,7 +139,7 @@ class Resharder:
 
             self.transport, mapped, near = map_peers(plan, whole, group, transport, ranks_per_node)
         if computed and self.transport == "pull":
-            self.transport = "pull+buckets"
+            self.transport = "pull+buckets"  # transport in use: "pull", "buckets", or "pull+buckets"
 
         def find_target(op: TransferOp) -> torch.Tensor:
             return destination[op.dst_param][box_slices(op.dst_box)]
@@ -217,24 +214,16 @@ def _num_bytes(ops: Sequence[TransferOp], dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class TensorSet:
-    """Tensors that one transfer moves.
+    """Tensors that one transfer moves."""
 
-    Attributes:
-        shapes: logical tensors by name.
-        params: the actor's parameters on this rank.
-        source, destination: placement tables of any actor or engine rank.
-        computed: names in `params`, on any rank, that are computed when read.
-        dtype: of the engine parameters to write; the model's if `None`.
-        prepare: called before each transfer, on every rank of the job.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    params: SourceParams
+    shapes: Mapping[str, tuple[int, ...]]  # logical tensors by name
+    params: SourceParams  # the actor's parameters on this rank
+    # source, destination: placement tables of any actor or engine rank.
     source: Callable[[int], Sequence[ShardBox]]
     destination: Callable[[int], Sequence[ShardBox]]
-    computed: frozenset[str] = frozenset()
-    dtype: torch.dtype | None = None
-    prepare: Callable[[], None] = lambda: None
+    computed: frozenset[str] = frozenset()  # names in `params`, on any rank, that are computed when read
+    dtype: torch.dtype | None = None  # of the engine parameters to write; the model's if `None`
+    prepare: Callable[[], None] = lambda: None  # called before each transfer, on every rank of the job
 
     def only(self, names: frozenset[str]) -> TensorSet:
         """Return the part with the named logical tensors."""
@@ -248,23 +237,17 @@ class TensorSet:
 
 @dataclass(frozen=True)
 class TransferContext:
-    """Ranks, group and settings of the transfers of one model.
-
-    Attributes:
-        actor_key: actor rank -> key, equal for ranks with equal placements.
-        shared: per rank, engine parameters that share the actor's storage.
-        dtype: of most engine parameters.
-    """
+    """Ranks, group and settings of the transfers of one model."""
 
     actor_ranks: range
-    actor_key: Callable[[int], Hashable]
+    actor_key: Callable[[int], Hashable]  # actor rank -> key, equal for ranks with equal placements
     engine: EngineWeights
-    shared: Sequence[frozenset[str]]
+    shared: Sequence[frozenset[str]]  # per rank, engine parameters that share the actor's storage
     engines: EngineRanks
     process: Process
     group: dist.ProcessGroup
     config: HybridConfig
-    dtype: torch.dtype
+    dtype: torch.dtype  # of most engine parameters
 
 
 def split_types(tensors: TensorSet, context: TransferContext, wide: frozenset[str]) -> list[TensorSet]:
@@ -361,16 +344,11 @@ def compute_digest(piece: torch.Tensor, hf_box: Box, hf_shape: tuple[int, ...]) 
 
 @dataclass(frozen=True)
 class CertifiedParams:
-    """One side of a reshard on this rank.
-
-    Attributes:
-        counted: placements whose digest this rank contributes.
-        params_with_padding: parameters with elements that no logical tensor fills.
-    """
+    """One side of a reshard on this rank."""
 
     params: SourceParams
-    counted: Sequence[ShardBox]
-    params_with_padding: Sequence[str]
+    counted: Sequence[ShardBox]  # placements whose digest this rank contributes
+    params_with_padding: Sequence[str]  # parameters with elements that no logical tensor fills
 
 
 def count_once(shards: Sequence[Shard], rank: int) -> list[ShardBox]:

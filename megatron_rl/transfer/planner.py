@@ -37,14 +37,10 @@ class Shard:
 
 @dataclass(slots=True, eq=False)
 class BoxPiece:
-    """A box that source shards hold, the same in every tensor of a class.
-
-    Attributes:
-        holders: index of a source shard -> (place, see `TensorIndex`; box in the parameter).
-    """
+    """A box that source shards hold, the same in every tensor of a class."""
 
     box: Box
-    holders: dict[int, tuple[int, Box]]
+    holders: dict[int, tuple[int, Box]]  # index of a source shard -> (place, see `TensorIndex`; box in the parameter)
 
 
 @dataclass(slots=True, eq=False)
@@ -122,18 +118,13 @@ _Piece = TypeVar("_Piece", bound=Hashable)
 
 @dataclass(slots=True)
 class SourceChoice:
-    """Source rank of every rank that needs some pieces, chosen among the ranks that own them.
+    """Source rank of every rank that needs some pieces, chosen among the ranks that own them."""
 
-    Attributes:
-        owners: ascending.
-        fixed: needing rank -> its source for every piece.
-        leftover: (needing ranks, candidate owners), fewer ranks than owners; the source depends on the piece.
-        load: owner -> number of ranks with this fixed source; empty if all are equal.
-    """
-
-    owners: tuple[int, ...]
-    fixed: dict[int, int] = field(default_factory=dict)
+    owners: tuple[int, ...]  # ascending
+    fixed: dict[int, int] = field(default_factory=dict)  # needing rank -> its source for every piece
+    # (needing ranks, candidate owners), fewer ranks than owners; the source depends on the piece.
     leftover: list[tuple[list[int], tuple[int, ...]]] = field(default_factory=list)
+    # Owner -> number of ranks with this fixed source; empty if all are equal.
     load: dict[int, int] = field(default_factory=dict)
 
     def spread_leftover(self, volumes: Mapping[_Piece, int], turn: int) -> dict[_Piece, dict[int, int]]:
@@ -235,18 +226,12 @@ class TransferOp:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part of a plan.
-
-    Attributes:
-        local: copies inside the rank.
-        receives: source rank -> pieces, in plan order.
-        sends: destination rank -> pieces, in the receiver's order.
-    """
+    """One rank's part of a plan."""
 
     rank: int
-    local: tuple[TransferOp, ...]
-    receives: dict[int, tuple[TransferOp, ...]]
-    sends: dict[int, tuple[TransferOp, ...]]
+    local: tuple[TransferOp, ...]  # copies inside the rank
+    receives: dict[int, tuple[TransferOp, ...]]  # source rank -> pieces, in plan order
+    sends: dict[int, tuple[TransferOp, ...]]  # destination rank -> pieces, in the receiver's order
 
 
 _Part = tuple[BoxPiece, Box, Box]  # a source piece, its overlap with a destination box, and that in the parameter

@@ -87,15 +87,12 @@ def map_peers(
 
 @dataclass(frozen=True)
 class Export:
-    """Location of a rank's parameters, for peers on the same host.
-
-    Attributes:
-        storages: on CPU, path of the open file and its size in bytes; on CUDA, torch's (rebuild function, arguments).
-        params: index of a storage; offset, shape, stride and dtype of the view.
-    """
+    """Location of a rank's parameters, for peers on the same host."""
 
     host: str
+    # On CPU, path of the open file and its size in bytes; on CUDA, torch's (rebuild function, arguments).
     storages: tuple[Any, ...]
+    # Index of a storage; offset, shape, stride and dtype of the view.
     params: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]]
 
 

@@ -32,19 +32,13 @@ _CUT_BY_COLUMNS = ("o", "down")
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """The trained tensors of a model with LoRA adapters: these, and its score head if there is one.
-
-    Attributes:
-        scale: factor of the product B A.
-        kinds: kinds of matrices with adapters, in the order of `list_matrices`.
-        is_quantized: all matrices of the model are in NF4 (`weights/quantization.py`).
-    """
+    """The trained tensors of a model with LoRA adapters: these, and its score head if there is one."""
 
     base: ModelShape
     rank: int
-    scale: float
-    kinds: tuple[str, ...]
-    is_quantized: bool = False
+    scale: float  # factor of the product B A
+    kinds: tuple[str, ...]  # kinds of matrices with adapters, in the order of `list_matrices`
+    is_quantized: bool = False  # all matrices of the model are in NF4 (`weights/quantization.py`)
 
     @cached_property
     def live_scale(self) -> torch.Tensor:

@@ -18,30 +18,21 @@ PROJECTION_KINDS = tuple(kind for parts in (*DELTA_TOGETHER, *DELTA_APART) for k
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of tensors and sizes in a mixture of experts.
+    """Names of tensors and sizes in a mixture of experts."""
 
-    Attributes:
-        block: MLP of a layer, with `<block>.<router>` and `<block>.experts.<e>`.
-        size_key: config.json's key of an expert's columns.
-        shared: `<block>.<shared>` serves every token; `None` without such an expert.
-        bias: `<block>.<bias>` is added to scores when experts are chosen; `None` without it.
-        has_biases: router and expert matrices have biases.
-        packing: files pack a layer's experts (`weights/packed_experts.py`): "turns" always, "halves" in some
-            checkpoints, `None` never.
-        shared_gate: `<block>.<shared_gate>` scales the shared expert by a sigmoid; unscaled if `None`.
-    """
-
-    block: str = "mlp"
+    block: str = "mlp"  # MLP of a layer, with `<block>.<router>` and `<block>.experts.<e>`
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    size_key: str = "moe_intermediate_size"
-    shared: str | None = None
-    bias: str | None = None
+    size_key: str = "moe_intermediate_size"  # config.json's key of an expert's columns
+    shared: str | None = None  # `<block>.<shared>` serves every token; `None` without such an expert
+    bias: str | None = None  # `<block>.<bias>` is added to scores when experts are chosen; `None` without it
     router: str = "gate"
-    has_biases: bool = False
+    has_biases: bool = False  # router and expert matrices have biases
+    # Files pack a layer's experts (`weights/packed_experts.py`): "turns" always, "halves" in some checkpoints, `None`
+    # never.
     packing: Literal["turns", "halves"] | None = None
-    shared_gate: str | None = None
+    shared_gate: str | None = None  # `<block>.<shared_gate>` scales the shared expert by a sigmoid; unscaled if `None`
 
     @property
     def is_packed(self) -> bool:
@@ -56,61 +47,37 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class Family:
-    """Architecture properties that config.json does not contain.
+    """Architecture properties that config.json does not contain."""
 
-    Attributes:
-        architecture: transformers class with a language-model head.
-        qkv_bias: q, k and v have a bias; `None` defers to `attention_bias`.
-        qk_norm: q and k are normalized per head; `None` defers to `use_qk_norm`.
-        norms_all_heads: they are normalized over all heads together.
-        honors_head_dim: `head_dim` is read; otherwise hidden_size / num_heads.
-        fuses: `FUSED_KINDS` that are single tensors of a checkpoint.
-        rotates_neighbors: rotates neighboring channels, not channels half a head apart.
-        partial_rotary: default share of rotated channels; `None` if always all.
-        may_skip_rotary: `no_rope_layers` lists layers without rotary positions.
-        honors_sliding_window: `sliding_window` alone limits attention.
-        activations: supported `hidden_act`, all equivalent to the first, the default.
-        ties_by_default: default of `tie_word_embeddings`.
-        norms: norms of a layer -> kinds, in checkpoint order.
-        alternates_windows: some layers have sliding windows and their own rotary base (Gemma 3).
-        zero_centered_norms: norms multiply by 1 + weight, in float32.
-        scales_embedding: multiplied by sqrt(hidden size), rounded to its dtype.
-        has_latent_attention: q, k and v are projected from latents (DeepSeek-V3).
-        has_sinks: each head has a logit in its softmax denominator; the attention output has a bias (gpt-oss).
-        has_delta_nets: some layers are gated delta nets; others have sigmoid gates on head outputs, projected with the
-            queries (Qwen3-Next).
-        splits_projections: see `DeltaNetSizes.is_split` (Qwen3.5).
-        experts: names in a mixture of experts; `None` if dense.
-        scoring: transformers class with a score head, if irregular.
-        vllm_module: vLLM's module, if not named after the family.
-        image_text: `model_type` of image-text models with this text part (`weights/model_config.py`).
-    """
-
-    architecture: str
-    qkv_bias: bool | None = False
-    qk_norm: bool | None = False
-    norms_all_heads: bool = False
-    fuses: tuple[str, ...] = ()
-    rotates_neighbors: bool = False
-    partial_rotary: float | None = None
-    may_skip_rotary: bool = False
-    honors_head_dim: bool = True
-    honors_sliding_window: bool = False
-    activations: tuple[str, ...] = ("silu",)
-    ties_by_default: bool = False
+    architecture: str  # transformers class with a language-model head
+    qkv_bias: bool | None = False  # q, k and v have a bias; `None` defers to `attention_bias`
+    qk_norm: bool | None = False  # q and k are normalized per head; `None` defers to `use_qk_norm`
+    norms_all_heads: bool = False  # they are normalized over all heads together
+    fuses: tuple[str, ...] = ()  # `FUSED_KINDS` that are single tensors of a checkpoint
+    rotates_neighbors: bool = False  # rotates neighboring channels, not channels half a head apart
+    partial_rotary: float | None = None  # default share of rotated channels; `None` if always all
+    may_skip_rotary: bool = False  # `no_rope_layers` lists layers without rotary positions
+    honors_head_dim: bool = True  # `head_dim` is read; otherwise hidden_size / num_heads
+    honors_sliding_window: bool = False  # `sliding_window` alone limits attention
+    activations: tuple[str, ...] = ("silu",)  # supported `hidden_act`, all equivalent to the first, the default
+    ties_by_default: bool = False  # default of `tie_word_embeddings`
+    # Norms of a layer -> kinds, in checkpoint order.
     norms: tuple[tuple[str, str], ...] = (("input_layernorm", "input_norm"), ("post_attention_layernorm", "mlp_norm"))
-    alternates_windows: bool = False
-    zero_centered_norms: bool = False
+    alternates_windows: bool = False  # some layers have sliding windows and their own rotary base (Gemma 3)
+    zero_centered_norms: bool = False  # norms multiply by 1 + weight, in float32
     rope_theta: float = 1e4
-    scales_embedding: bool = False
-    has_latent_attention: bool = False
+    scales_embedding: bool = False  # multiplied by sqrt(hidden size), rounded to its dtype
+    has_latent_attention: bool = False  # q, k and v are projected from latents (DeepSeek-V3)
+    # Each head has a logit in its softmax denominator; the attention output has a bias (gpt-oss).
     has_sinks: bool = False
+    # Some layers are gated delta nets; others have sigmoid gates on head outputs, projected with the queries
+    # (Qwen3-Next).
     has_delta_nets: bool = False
-    splits_projections: bool = False
-    experts: ExpertNames | None = None
-    scoring: str | None = None
-    vllm_module: str | None = None
-    image_text: str | None = None
+    splits_projections: bool = False  # see `DeltaNetSizes.is_split` (Qwen3.5)
+    experts: ExpertNames | None = None  # names in a mixture of experts; `None` if dense
+    scoring: str | None = None  # transformers class with a score head, if irregular
+    vllm_module: str | None = None  # vLLM's module, if not named after the family
+    image_text: str | None = None  # `model_type` of image-text models with this text part (`weights/model_config.py`)
 
     @property
     def is_plain(self) -> bool:

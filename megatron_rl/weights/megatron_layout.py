@@ -177,18 +177,12 @@ Table = dict[str, tuple["GlobalPlacement", ...]]
 
 @dataclass(frozen=True, slots=True)
 class GlobalPlacement:
-    """`key[*leading][box]` holds `hf_box` of a logical tensor.
-
-    Attributes:
-        shape: shape of `key`, stacked dimensions included.
-        leading: index in stacked dimensions: none, (layer,), or (layer, expert).
-        box: box in the other dimensions.
-    """
+    """`key[*leading][box]` holds `hf_box` of a logical tensor."""
 
     key: str
-    shape: tuple[int, ...]
-    leading: tuple[int, ...]
-    box: Box
+    shape: tuple[int, ...]  # shape of `key`, stacked dimensions included
+    leading: tuple[int, ...]  # index in stacked dimensions: none, (layer,), or (layer, expert)
+    box: Box  # box in the other dimensions
     hf_box: Box
 
 

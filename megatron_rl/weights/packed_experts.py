@@ -37,18 +37,14 @@ _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj"
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Place of one expert's logical tensor in `packed`, a tensor of all experts.
-
-    Attributes:
-        turn, turns: every `turns`-th column, from `turn` on, transposed.
-        in_halves: instead, block `turn` of `turns` row blocks, not transposed.
-    """
+    """Place of one expert's logical tensor in `packed`, a tensor of all experts."""
 
     packed: str
     expert: int
+    # turn, turns: every `turns`-th column, from `turn` on, transposed.
     turn: int
     turns: int
-    in_halves: bool = False
+    in_halves: bool = False  # instead, block `turn` of `turns` row blocks, not transposed
 
     @property
     def scales(self) -> str | None:
@@ -65,13 +61,10 @@ class PackedPart:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor to write in HF format.
-
-    Attributes:
-        experts: names of the logical tensors packed in this tensor, per expert; empty if it packs none.
-    """
+    """A tensor to write in HF format."""
 
     size: tuple[int, ...]
+    # Names of the logical tensors packed in this tensor, per expert; empty if it packs none.
     experts: tuple[tuple[str, ...], ...] = ()
 
 

@@ -84,16 +84,14 @@ class QuantizedMatrix:
     """A matrix [n, m] in NF4, m a multiple of 64; `matrix[rows, columns]` dequantizes a piece, `matrix[:]` all.
 
     Blocks are independent and within rows, so an element has the same bits in every piece.
-
-    Attributes:
-        codes: [n m / 2] uint8, two elements each.
-        scales: [n m / 64] float32, block maxima of absolute values.
     """
 
     def __init__(self, like: torch.Tensor) -> None:
         assert like.shape[1] % BLOCK == 0, "check_quantization lets whole blocks pass only"
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
+        # [n m / 2] uint8, two elements each.
         self.codes = torch.zeros(like.numel() // 2, dtype=torch.uint8, device=like.device)
+        # [n m / 64] float32, block maxima of absolute values.
         self.scales = torch.zeros(like.numel() // BLOCK, dtype=torch.float32, device=like.device)
 
     @torch.no_grad()

@@ -47,53 +47,35 @@ _SEPARATE_PROJECTIONS = {
 
 @dataclass(frozen=True)
 class SigmoidRouter:
-    """Choice of experts by sigmoids (DeepSeek-V3, arXiv 2412.19437, equations 13 to 16).
+    """Choice of experts by sigmoids (DeepSeek-V3, arXiv 2412.19437, equations 13 to 16)."""
 
-    Attributes:
-        num_groups: groups of experts, of equal size.
-        groups_per_token: groups to choose from, by the sum of their two best experts.
-        scale: factor of expert weights, after normalization to 1.
-    """
-
-    num_groups: int = 1
-    groups_per_token: int = 1
-    scale: float = 1.0
+    num_groups: int = 1  # groups of experts, of equal size
+    groups_per_token: int = 1  # groups to choose from, by the sum of their two best experts
+    scale: float = 1.0  # factor of expert weights, after normalization to 1
 
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Channels of multi-head latent attention.
+    """Channels of multi-head latent attention."""
 
-    Attributes:
-        query: latent of queries; 0 if they are projected directly.
-        key_value: latent of keys and values.
-        rotary: rotated channels per query head, and of the keys' shared part.
-        value: channels per value head.
-    """
-
-    query: int
-    key_value: int
-    rotary: int
-    value: int
+    query: int  # latent of queries; 0 if they are projected directly
+    key_value: int  # latent of keys and values
+    rotary: int  # rotated channels per query head, and of the keys' shared part
+    value: int  # channels per value head
 
 
 @dataclass(frozen=True)
 class DeltaNetSizes:
-    """Head sizes of a gated delta net (Qwen3-Next, Qwen3.5).
+    """Head sizes of a gated delta net (Qwen3-Next, Qwen3.5)."""
 
-    Attributes:
-        key_heads, value_heads: heads of the whole model, equally many value heads per key head.
-        key_dim, value_dim: channels per head.
-        kernel: width of the convolution in tokens.
-        is_split: separate projections of [q; k; v], gates, and each logit (Qwen3.5), instead of two that are
-            interleaved per key head (Qwen3-Next).
-    """
-
+    # key_heads, value_heads: heads of the whole model, equally many value heads per key head.
     key_heads: int
     value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
+    key_dim: int  # channels per head
+    value_dim: int  # channels per head
+    kernel: int  # width of the convolution in tokens
+    # Separate projections of [q; k; v], gates, and each logit (Qwen3.5), instead of two that are interleaved per key
+    # head (Qwen3-Next).
     is_split: bool = False
 
     @property

@@ -21,15 +21,10 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that replies can call by name.
+    """A function that replies can call by name."""
 
-    Attributes:
-        spec: for the chat template, in OpenAI format.
-        load: returns the function; called once, before episodes start.
-    """
-
-    spec: dict[str, Any]
-    load: Callable[[], Call]
+    spec: dict[str, Any]  # for the chat template, in OpenAI format
+    load: Callable[[], Call]  # returns the function; called once, before episodes start
 
     @property
     def name(self) -> str:

@@ -271,14 +271,11 @@ class PolicyOnSamples(RoleOnSamples):
 
 
 class ActorOnSamples(PolicyOnSamples):
-    """Trained policy that works on a step's samples.
-
-    Attributes:
-        records_routes: `logprobs` records the chosen experts, which updates replay.
-    """
+    """Trained policy that works on a step's samples."""
 
     def __init__(self, role: Any, packer: Packer) -> None:
         super().__init__(role, packer)
+        # `logprobs` records the chosen experts, which updates replay.
         self.records_routes = getattr(packer.config, "router_replay", "off") == "trainer"
         self._datum_passes: Any = None
         layout = packer.model.layout

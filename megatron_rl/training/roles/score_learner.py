@@ -45,25 +45,17 @@ def find_last_tokens(batch: TrainBatch, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PreferenceLoss:
-    """Loss of one step's examples; a `LossFunction` of the actor.
-
-    Attributes:
-        is_chosen: [num_examples] labels of single responses.
-        margins, weights: [num_examples].
-        num_chosen_tokens: in the loss, over all examples.
-        references: [num_sequences] sums of the reference's log-probs; `None` if the loss has no reference.
-        baseline: z of kto.
-        scores: whether values are scores of positions (bradley_terry), else log-probs.
-    """
+    """Loss of one step's examples; a `LossFunction` of the actor."""
 
     config: PreferenceConfig
-    is_chosen: np.ndarray
-    margins: np.ndarray
-    weights: np.ndarray
-    num_chosen_tokens: int
+    is_chosen: np.ndarray  # [num_examples] labels of single responses
+    margins: np.ndarray  # [num_examples]
+    weights: np.ndarray  # [num_examples]
+    num_chosen_tokens: int  # in the loss, over all examples
+    # [num_sequences] sums of the reference's log-probs; `None` if the loss has no reference.
     references: np.ndarray | None = None
-    baseline: float = 0.0
-    scores: bool = False
+    baseline: float = 0.0  # z of kto
+    scores: bool = False  # whether values are scores of positions (bradley_terry), else log-probs
     __name__ = "preference"
 
     def __call__(
@@ -129,11 +121,7 @@ _MOST_TOKENS = 1 << 32  # of a sequence
 
 
 class ProcessLoss:
-    """Loss of one step's examples in steps; a `LossFunction` of the actor.
-
-    Attributes:
-        labels: [num_steps] bool, over all examples in order.
-    """
+    """Loss of one step's examples in steps; a `LossFunction` of the actor."""
 
     __name__ = "preference"
 
@@ -141,6 +129,7 @@ class ProcessLoss:
         self._config, sizes = config, [len(example.step_ends) for example in examples]
         ends = [number * _MOST_TOKENS + example.step_ends for number, example in enumerate(examples)]
         self._ends = torch.from_numpy(np.concatenate(ends))
+        # [num_steps] bool, over all examples in order.
         self.labels = np.concatenate([example.step_labels for example in examples])
         self._weights = torch.from_numpy(np.repeat([example.weight for example in examples], sizes))
 
