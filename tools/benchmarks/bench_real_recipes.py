@@ -4,9 +4,9 @@
     python tools/benchmarks/bench_real_recipes.py --out DIR [--cases NAME...] [--seeds 1 2 3] [--steps 20]
 
 Needs the model of launch/quickstart_real.sh; makes the prompts of the other tasks, aiw and gsm_symbolic with the
-package reasoning-gym. A run that --out already holds is
-not repeated. Accuracy is greedy, on 128 prompts that are never trained on. Seconds of a step mean something only on a
-machine without other work.
+package reasoning-gym. `sft` is the recipe after a warm start on 96 right sums; `dpo` learns from 2,560 of the model's
+own responses, in as many steps as they give pairs for. A run that --out already holds is not repeated. Accuracy is
+greedy, on 128 prompts that are never trained on. Seconds of a step mean something only on a machine without other work.
 """
 
 from __future__ import annotations
