@@ -25,16 +25,24 @@ CALL = (
     {"role": "assistant", "content": "408"},
 )
 
-# Task of reasoning-gym -> a question in its form, answered with its steps, before each question.
+# Task of reasoning-gym -> questions in its form, answered with their steps, before each question.
 EXAMPLES = {
-    "aiw": (
-        "Anna has 2 sisters and she also has 3 brothers. How many sisters does Anna's brother have?",
-        "Anna and her 2 sisters: 2 + 1 = 3. The answer is 3.",
-    ),
-    "gsm_symbolic": (
-        "Anna has 3 bags with 4 apples each. She eats 2 apples. How many apples does she have left?",
-        "3 * 4 = 12 apples. 12 - 2 = 10 apples. The answer is 10.",
-    ),
+    "aiw": [
+        (
+            "Anna has 2 sisters and she also has 3 brothers. How many sisters does Anna's brother have?",
+            "Anna and her 2 sisters: 2 + 1 = 3. The answer is 3.",
+        )
+    ],
+    "gsm_symbolic": [
+        (
+            "Anna has 3 bags with 4 apples each. She eats 2 apples. How many apples does she have left?",
+            "3 * 4 = 12 apples. 12 - 2 = 10 apples. The answer is 10.",
+        ),
+        (
+            "Ben is 12 years old. His sister is 5 years younger. How old are they together?",
+            "12 - 5 = 7 years. 12 + 7 = 19 years. The answer is 19.",
+        ),
+    ],
 }
 GYM_TASKS, TRAINING_QUESTIONS, LONGEST_QUESTION = 4000, 640, 200  # made, kept, characters
 
@@ -71,14 +79,13 @@ def make_calculator(directory: Path) -> None:
 
 
 def make_words(directory: Path, name: str) -> None:
-    """Make different, short questions of a task of reasoning-gym, each after an example with its steps."""
+    """Make different, short questions of a task of reasoning-gym, each after examples with their steps."""
     tasks = create_tasks(f"{name}?size={GYM_TASKS}&seed=1")
-    question, answer = EXAMPLES[name]
-    example = [{"role": "user", "content": question}, *reply(answer)]
+    examples = [part for asked, said in EXAMPLES[name] for part in ({"role": "user", "content": asked}, *reply(said))]
     found: dict[str, Row] = {}
     for number in range(GYM_TASKS):
         question, _, _ = tasks[number]["question"].partition(" Give the result")
-        prompt = [*example, {"role": "user", "content": question}]
+        prompt = [*examples, {"role": "user", "content": question}]
         if len(question) <= LONGEST_QUESTION:
             found[question] = {"prompt": prompt, "answer": str(tasks[number]["answer"]), "data_source": name}
     rows = list(found.values())[: VALIDATION_PROMPTS + TRAINING_QUESTIONS]

@@ -39,7 +39,6 @@ from tools.show_answers import compute_interval
 SUMS, MODEL = ROOT / "checkpoints/smollm2", ROOT / "checkpoints/smollm2/model"
 DEMONSTRATIONS, DEMONSTRATIONS_PER_STEP = 96, 16
 DPO_PROMPTS, DPO_SAMPLES, PAIRS_PER_STEP = 320, 8, 16  # 2,560 responses, as 20 steps of the recipe draw
-WORDS = ("data.max_prompt_length=200", "data.max_response_length=48")
 # name -> task, settings on top of the recipe
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "recipe": ("sums", ()),
@@ -71,8 +70,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
             *("data.max_prompt_length=160", "data.max_response_length=40"),
         ),
     ),
-    "aiw": ("aiw", WORDS),
-    "gsm_symbolic": ("gsm_symbolic", WORDS),
+    "aiw": ("aiw", ("data.max_prompt_length=200", "data.max_response_length=48")),
+    "gsm_symbolic": ("gsm_symbolic", ("data.max_prompt_length=256", "data.max_response_length=96")),
 }
 
 
