@@ -201,8 +201,16 @@ def lead(policy: ServedPolicy, state: ServerState, run: Primitives, app: Any, bo
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *unused: stopping.set())
-    plain = dict(log_level="warning", lifespan="off", access_log=False, server_header=False, date_header=False)
-    server = uvicorn.Server(uvicorn.Config(app, timeout_keep_alive=75, **plain))
+    settings = uvicorn.Config(
+        app,
+        log_level="warning",
+        lifespan="off",
+        timeout_keep_alive=75,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+    )
+    server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="http", daemon=True)
     thread.start()
     page = open_status_page(run, state)

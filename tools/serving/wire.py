@@ -195,7 +195,7 @@ def write_outputs(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) 
     """
     out = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=metrics)
     for trailing_shape, group in itertools.groupby(logprobs, lambda values: values.shape[1:]):
-        rows = [np.ascontiguousarray(values, "<f4") for values in group]
+        rows = [np.ascontiguousarray(values, "<f4").data for values in group]
         record = out.loss_fn_outputs.add(num_datums=len(rows))
         batched = record.fields["logprobs"]
         batched.data, batched.dtype = b"".join(rows), _FLOAT32
