@@ -4,8 +4,8 @@
 Also KL(policy || reference) per token (J. Schulman, "Approximating KL Divergence", 2020), and its adaptive coefficient.
 
 `loss_weights` hold global denominators (`aggregation.py`): sums over microbatches and DP ranks give the optimizer
-step's loss. Shapes depend on t only, for CUDA graphs; so do those of the sums over
-packed sequences.
+step's loss. All shapes, those of sums per packed sequence included, depend on t only, as CUDA
+graphs require.
 
 A policy loss returns the loss of each token, and whether its gradient is clipped; `policy_losses.py` has the further
 ones.

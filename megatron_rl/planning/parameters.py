@@ -285,7 +285,7 @@ def _count_shards(params: Iterable[Parameter], layout: ParallelLayout, rank: int
 
 
 def _lay_out(members: Sequence[Parameter], num_replicas: int, index: int) -> tuple[int, list[int]]:
-    """Return the elements of a distributed optimizer's buffer, and of each parameter those of DP replica `index`."""
+    """Return the size of a distributed optimizer's buffer, and the part of each parameter on DP replica `index`."""
     alignment = math.lcm(num_replicas, _BUCKET_ALIGNMENT)
     buckets: list[list[tuple[int, int]]] = [[]]  # [start, stop) of each parameter, relative to its bucket
     for parameter in reversed(members):

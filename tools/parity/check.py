@@ -202,8 +202,8 @@ def _score_with_transformers(model: torch.nn.Module, sequences: Sequence[np.ndar
     found = []
     for tokens, first in zip(sequences, skip, strict=True):
         ids = torch.from_numpy(tokens.astype(np.int64)).to(next(model.parameters()).device)
-        logprobs = model(ids[None]).logits[0, first - 1 : -1].float().log_softmax(-1)
-        found.append(logprobs.gather(1, ids[first:, None])[:, 0].cpu())
+        logprobs = model(ids[None]).logits[0, first - 1 : -1].double().log_softmax(-1)
+        found.append(logprobs.gather(1, ids[first:, None])[:, 0].float().cpu())
     return found
 
 
