@@ -344,7 +344,7 @@ class Scorer:
     ) -> None:
         self._plan, self._sources, self._decode, self._notice_children = plan, sources, decode, notice_children
         self.is_concurrent, self.takes_groups, self.close = is_concurrent, plan.takes_groups, close
-        self._begun: dict[int, tuple[Rollout, Rollout, list[Callable[[], Score]]]] = {}
+        self._begun: dict[int, tuple[Rollout, Rollout, list[Any]]] = {}
 
     def begin(self, rollout: Rollout, step: int = 0) -> None:
         """Decode the last turn and start scoring it (step 0: validation); `finish` must get the same object.
@@ -353,9 +353,7 @@ class Scorer:
         """
         decoded = replace(rollout, response=self._decode(rollout.answer_tokens.tolist()))
         sources = zip(self._plan.sources, self._sources, strict=True) if math.isnan(rollout.reward) else ()
-        waits: list[Any] = [
-            partial(begin, decoded, step) if spec.takes_group else begin(decoded, step) for spec, begin in sources
-        ]
+        waits = [partial(begin, decoded, step) if spec.takes_group else begin(decoded, step) for spec, begin in sources]
         self._begun[id(rollout)] = rollout, decoded, waits  # an id is unique only while its object exists
 
     def finish(self, rollouts: Sequence[Rollout], step: int | Sequence[int] = 0) -> list[Rollout]:

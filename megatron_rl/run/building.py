@@ -277,7 +277,8 @@ def _build_engine(
 def order_prompts(config: RunConfig, train: PromptSet, prompts: Sequence[T]) -> PromptBatches[T]:
     """Return the batches of a run's training data, the prompts or examples of `train`."""
     data, sizes = config.data, train.file_sizes
-    order, seed, make = train.find_order(data.shuffle), config.trainer.seed, PromptBatches
+    order, seed = train.find_order(data.shuffle), config.trainer.seed
+    make: Any = PromptBatches
     if data.curriculum.kind != "off":
         from megatron_rl.data.curriculum import DrawnPrompts
 

@@ -35,15 +35,8 @@ def make_prompts(count: int, sources: int = 1) -> list[Prompt]:
     ]
 
 
-def draw(
-    prompts: list[Prompt],
-    batch: int,
-    weights: list[float] | None = None,
-    sizes: list[int] | None = None,
-    **settings: Any,
-) -> DrawnPrompts:
+def draw(prompts: list[Prompt], batch: int, weights: Any = None, sizes: Any = (), **settings: Any) -> DrawnPrompts:
     curriculum = CurriculumConfig(**settings)
-    sizes = sizes or [len(prompts)]
     return DrawnPrompts(prompts, batch, True, 5, curriculum=curriculum, weights=weights, file_sizes=sizes)
 
 
@@ -60,14 +53,12 @@ def tell(stream: DrawnPrompts, prompts: list[Prompt], right: dict[int, float], n
     kind=st.sampled_from(["window", "prioritized"]),
     choice=st.randoms(),
 )
-def test_with_chances_of_one_nothing_changes(size, batch, shares, shuffle, kind, choice):
+def test_with_chances_of_one_nothing_changes(size: int, batch: int, shares: Any, shuffle: Any, kind: str, choice: Any):
     """A window of all pass rates, or explore = 1: the order is that of a run without a curriculum."""
     size = 12 if callable(shuffle) else size
     weights, sizes = (None, [size]) if shares is None or callable(shuffle) else ([*map(float, shares)], [2, size - 2])
-    prompts, settings = (
-        make_prompts(size),
-        CurriculumConfig(kind=kind, window=[0.0, 1.0], explore=float(kind[0] == "p")),
-    )
+    prompts, least = make_prompts(size), float(kind == "prioritized")
+    settings = CurriculumConfig(kind=kind, window=[0.0, 1.0], explore=least)
     order = PromptBatches(prompts, batch, shuffle, 5, weights=weights, file_sizes=sizes)
     drawn = DrawnPrompts(prompts, batch, shuffle, 5, curriculum=settings, weights=weights, file_sizes=sizes)
     for _ in range(3 * size):
@@ -208,7 +199,8 @@ def play(stream: DrawnPrompts, steps: range) -> list[list[int]]:
 @pytest.mark.parametrize("settings", [{"kind": kind} for kind in ("window", "prioritized", "levels")])
 @pytest.mark.parametrize("before", [0, 1, 4, 11])
 def test_a_resumed_stream_goes_on(settings, before):
-    prompts, weights = make_prompts(14), {"weights": [2.0, 1.0], "sizes": [4, 10]}
+    prompts = make_prompts(14)
+    weights: dict[str, Any] = {"weights": [2.0, 1.0], "sizes": [4, 10]}
     whole = play(draw(prompts, 4, **weights, **settings), range(20))
     assert whole != play(draw(prompts, 4, **weights, kind="window", window=[0.0, 1.0]), range(20))
     first = draw(prompts, 4, **weights, **settings)

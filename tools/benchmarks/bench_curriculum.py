@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts to a held-out accuracy with and without `data.curriculum`: sums of graded difficulty, several seeds.
 
-    python tools/benchmarks/bench_curriculum.py --out DIR [--seeds 5] [--steps 120] [--target 0.8]
+    python tools/benchmarks/bench_curriculum.py --out DIR [--seeds 1 2 3 4 5] [--steps 160] [--target 0.5]
 
 The training set has 640 sums: 30 % without a carry, which the warm-started toy model can do; 10 % with a carry, which
 it can do now and then; 60 % of three digits, which it has never seen. The held-out set is that of the toy task, sums of
@@ -48,8 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--out", type=Path, required=True, metavar="DIR", help="directory for task, runs, JSON, picture"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="seeds of the runs (1 to 5)")
-    parser.add_argument("--steps", type=int, default=120, help="steps of a run (120)")
-    parser.add_argument("--target", type=float, default=0.8, help="held-out accuracy to reach (0.8)")
+    parser.add_argument("--steps", type=int, default=160, help="steps of a run (160)")
+    parser.add_argument("--target", type=float, default=0.5, help="held-out accuracy to reach (0.5)")
     parser.add_argument("--arms", nargs="+", default=[*ARMS], choices=ARMS, help="arms to run (all)")
     return parser
 
