@@ -106,7 +106,7 @@ class PassRateWindow(Curriculum):
     """`window`: prompts with a pass rate in the window, and unseen ones; others with the chance `explore`."""
 
     def chances(self) -> np.ndarray:
-        """Return 1, or `explore` for a known pass rate outside of the window."""
+        """Return 1, or `explore` for a pass rate outside the window."""
         (low, high), rates = self.settings.window, self.rates
         return np.where((rates < low) | (rates > high), self.settings.explore, 1.0)
 
@@ -287,7 +287,7 @@ class DrawnPrompts(PromptBatches[Prompt]):
         return super().state_dict() | {"curriculum": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; with that of an order without a curriculum, go on from its position.
+        """Restore `state_dict`; with that of an order without a curriculum, continue at its position.
 
         Raises:
             UserError: the data set has another size, or the pass rates are those of other groups of prompts.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts drawn by outcomes: chances, what is passed over, levels, resume, and what is refused.
+"""Prompts drawn by outcomes: chances, passing over, levels, resume, and refusals.
 
 Ranks and schedules are in tests/rollout/test_drawn_stream.py, runs in tests/run/test_curriculum_in_loop.py.
 """
@@ -99,7 +99,7 @@ def test_prompts_of_one_value_share_a_pass_rate():
     assert curriculum.chances().tolist() == [0.1, 1, 1, 0.1, 1, 1]
 
 
-def test_what_has_lost_its_chance_is_passed_over():
+def test_a_prompt_that_loses_its_chance_is_passed_over():
     """As a loop draws them: after the first epoch only the prompts in the window, until there are too few."""
     prompts = make_prompts(10)
     right = {0: 0.5, 3: 0.5, 12: 0.25, 27: 0.5}
@@ -227,7 +227,7 @@ def test_another_batch_size_begins_where_the_last_batch_ended():
 
 @pytest.mark.parametrize("weights", [None, [2.0, 1.0]])
 def test_a_curriculum_begins_in_the_middle(weights):
-    """Of a run that had none; what has begun stays what it was."""
+    """Of a run that had none; prompts that have begun stay the same."""
     prompts, sizes = make_prompts(14), [4, 10]
     order = PromptBatches(prompts, 4, True, 5, weights=weights, file_sizes=sizes)
     stream = [order.prompt(i) for i in range(60)]

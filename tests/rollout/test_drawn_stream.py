@@ -42,7 +42,7 @@ def play(max_staleness: int) -> list[list[int]]:
     steps = []
     for step in range(STEPS):
         for i in range((step + 1 + max_staleness) * BATCH):
-            order.prompt(i)  # what begins in this step
+            order.prompt(i)  # begins in this step
         batch = [order.prompt(i) for i in range(step * BATCH, (step + 1) * BATCH)]
         passed = [np.arange(GROUP) * (prompt.prompt_id in INFORMATIVE) >= 0.5 for prompt in batch]
         order.observe(batch, passed)
@@ -51,7 +51,7 @@ def play(max_staleness: int) -> list[list[int]]:
 
 
 def describe(found: Any) -> list[Any]:
-    """Return what the curriculum decides in each step: prompts and metrics."""
+    """Return the prompts of each step, and the metrics of their choice."""
     return [
         (
             [row[1] for row in rows[::GROUP]],
@@ -83,7 +83,7 @@ def test_ranks_draw_what_one_process_draws(max_staleness: int) -> None:
 
 
 def test_outcomes_of_dropped_groups_count() -> None:
-    """With dynamic sampling, what it drops is passed over later, so that fewer groups are generated."""
+    """Prompts that dynamic sampling drops are passed over later, so that fewer groups are generated."""
     schedule = ScheduleConfig(max_staleness=1, steps_per_update=3)
     first, second = (run_ranks(run_job, 2, schedule, kills, 9) for kills in (False, True))
     assert second[0][1] > 3 and describe(first[0][0]) == describe(second[0][0]) == describe(second[1][0])
