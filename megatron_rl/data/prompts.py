@@ -7,10 +7,10 @@ Chat messages are rendered by the chat template; truncation shortens contents on
 text.
 
 Each prompt occurs once per epoch, of all files together or, with `data.weights`, of its file, unless a function of the
-user decides (`data.shuffle`).
+user decides (`data.shuffle`) or a curriculum does.
 
 Invariants: `prompt_id` is the row index over all files, before any row is dropped. The training prompt at position i
-depends only on (seed, i).
+depends only on (seed, i), unless a curriculum draws it.
 """
 
 from __future__ import annotations
