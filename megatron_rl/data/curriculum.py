@@ -240,29 +240,32 @@ class DrawnPrompts(PromptBatches[Prompt]):
         """Draw up to the next whole batch."""
         first, chances = self._num_drawn, compute_chances(self._curriculum)
         rng, unseen = np.random.default_rng([self._seed, first, 0, 1]), self._curriculum.tries == 0
-        left: list[dict[int, None]] = [{} for _ in self._sizes]  # passed over in this batch, by file
+        left: list[list[int]] = [[] for _ in self._sizes]  # passed over in this batch, by file
+        spent: set[int] = set()  # files all of whose prompts were passed over
         self._num_drawn = (first // self._batch_size + 1) * self._batch_size
         for position in range(first, self._num_drawn):
             file = self._turn(position)[0]
-            index = self._walk(file, chances, rng, left[file])
-            if index is None:
-                index = max(left[file], key=chances.__getitem__)  # the first of equals
-                del left[file][index]
-                self._counts["filled"] += 1
-            self._counts["unseen"] += int(unseen[index])
-            self._drawn.append(index)
-        self._counts["passed_over"] += sum(map(len, left))
+            if file not in spent or not left[file]:
+                self._walk(file, chances, rng, left[file], spent)
+            self._counts["filled"] += int(file in spent)
+            self._drawn.append(left[file].pop())
+            self._counts["unseen"] += int(unseen[self._drawn[-1]])
+        self._counts["passed_over"] += sum(len({*indices}) for indices in left)
         del self._drawn[:-_HISTORY]
 
-    def _walk(self, file: int, chances: np.ndarray, rng: np.random.Generator, left: dict[int, None]) -> int | None:
-        """Return the next prompt of a file that does not lose its chance within two epochs."""
+    def _walk(self, file: int, chances: np.ndarray, rng: np.random.Generator, left: list[int], spent: set[int]) -> None:
+        """Append the prompts of a file to `left`, up to the next that does not lose its chance.
+
+        If two epochs have none, the file is spent: `left` then ends with the likeliest, each prompt once.
+        """
         for _ in range(2 * self._sizes[file]):
-            index = self._locate(file, self._turns[file])
+            left.append(self._locate(file, self._turns[file]))
             self._turns[file] += 1
-            if chances[index] >= 1 or rng.random() < chances[index]:
-                return index
-            left[index] = None
-        return None
+            if chances[left[-1]] >= 1 or rng.random() < chances[left[-1]]:
+                return
+        spent.add(file)
+        likeliest = sorted(dict.fromkeys(left), key=lambda index: -chances[index])  # first, and of equals the first
+        left[:] = likeliest[::-1]
 
     def observe(self, prompts: Sequence[Prompt], passed: Sequence[np.ndarray]) -> None:
         """Add the outcomes of generated groups to the pass rates: whether each rewarded response passed."""

@@ -59,8 +59,9 @@ def test_with_chances_of_one_nothing_changes(size: int, batch: int, shares: Any,
     weights, sizes = (None, [size]) if shares is None or callable(shuffle) else ([*map(float, shares)], [2, size - 2])
     prompts, least = make_prompts(size), float(kind == "prioritized")
     settings = CurriculumConfig(kind=kind, window=[0.0, 1.0], explore=least)
-    order = PromptBatches(prompts, batch, shuffle, 5, weights=weights, file_sizes=sizes)
-    drawn = DrawnPrompts(prompts, batch, shuffle, 5, curriculum=settings, weights=weights, file_sizes=sizes)
+    more: dict[str, Any] = {"shuffle": shuffle, "seed": 5, "weights": weights, "file_sizes": sizes}
+    order = PromptBatches(prompts, batch, **more)
+    drawn = DrawnPrompts(prompts, batch, curriculum=settings, **more)
     for _ in range(3 * size):
         found = next(drawn)
         assert found == next(order)
