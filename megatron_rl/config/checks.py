@@ -29,7 +29,7 @@ _FEATURES = attrgetter(
     *("actor.expert_tensor_parallel_size", "actor.mtp_lr", "actor.router_replay", "reward_model.zero_stage"),
     "reward_model.further",
     *("actor.optimizer", "critic.optimizer"),
-    *("data.weights", "hybrid.lora", "rollout.engine_options", "rollout.quantization"),
+    *("data.curriculum", "data.weights", "hybrid.lora", "rollout.engine_options", "rollout.quantization"),
     *("rollout.bitwise", "rollout.thinking_budget", "rollout.validation_sets", "rollout.top_p", "rollout.top_k"),
     *("rollout.min_p", "rollout.min_tokens", "rollout.validation_top_p", "rollout.validation_top_k", "agents"),
     *("schedule", "teachers", "placement.teachers", "algorithm.distillation", "reference.reset_every"),

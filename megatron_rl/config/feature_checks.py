@@ -109,6 +109,24 @@ def _check_weights(config: CheckedConfig) -> None:
     )
 
 
+def _check_curriculum(config: CheckedConfig) -> None:
+    kind, window = config.get("data.curriculum.kind"), config.get("data.curriculum.window")
+    config.require(
+        kind in ("off", "window", "prioritized", "levels") or ".py:" in kind,
+        "data.curriculum.kind",
+        "is no curriculum",
+        expected="off, window, prioritized, levels or path.py:name",
+        hint="docs/curriculum.md describes them",
+    )
+    config.require(
+        len(window) == 2 and 0 <= window[0] <= window[1] <= 1,
+        "data.curriculum.window",
+        "is no range of pass rates",
+        expected="two numbers, 0 <= low <= high <= 1",
+        hint="the default is [0.1, 0.9]",
+    )
+
+
 def _check_step_mode(config: CheckedConfig, section: str) -> None:
     """Check the settings that fixed shapes and CUDA graphs restrict; `training/optimizer.py` checks for a GPU."""
     mode, budget = config.get(f"{section}.step_mode"), config.get(f"{section}.max_tokens_per_microbatch")
@@ -602,6 +620,7 @@ def _check_reset(config: CheckedConfig) -> None:
 
 _RULES = (
     _check_weights,
+    _check_curriculum,
     _check_further,
     _check_quantization,
     _check_zero_stages,

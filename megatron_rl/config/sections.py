@@ -266,6 +266,24 @@ LONGEST_PERIOD = 100_000  # prompts after which a mixture of files repeats
 
 
 @dataclass(frozen=True, kw_only=True)
+class CurriculumConfig:
+    """Choice of training prompts by earlier outcomes (docs/curriculum.md)."""
+
+    kind: str = option(
+        "off",
+        "off; window: prompts with a pass rate in the window; prioritized: with chances by their pass rate p, 4 p "
+        "(1 - p); levels: of a level that rises; or your path.py:name, a subclass of data.curriculum.Curriculum.",
+    )
+    window: list[float] = option(
+        [0.1, 0.9], "Lowest and highest pass rate of window; levels: below and from which the level falls and rises."
+    )
+    explore: float = option(0.1, "Least chance of any prompt (levels: of easier ones).", "share", ge=0, le=1)
+    column: str | None = option(
+        None, "Prompts with the same value of this column share a pass rate; default: each has its own (levels: level)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Prompts: files and their columns, batch size, lengths, chat template."""
 
@@ -310,6 +328,7 @@ class DataConfig:
     shuffle: bool | str = option(
         True, "Shuffle the prompts of each epoch (by trainer.seed); or your path.py:name, (prompts, epoch) -> indices."
     )
+    curriculum: CurriculumConfig = CurriculumConfig()
 
 
 def reduce_weights(weights: Sequence[float]) -> list[int]:

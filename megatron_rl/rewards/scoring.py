@@ -344,7 +344,7 @@ class Scorer:
     ) -> None:
         self._plan, self._sources, self._decode, self._notice_children = plan, sources, decode, notice_children
         self.is_concurrent, self.takes_groups, self.close = is_concurrent, plan.takes_groups, close
-        self._begun: dict[int, tuple[Rollout, Rollout, list[Callable[[], Score]]]] = {}
+        self._begun: dict[int, tuple[Rollout, Rollout, list[Any]]] = {}
 
     def begin(self, rollout: Rollout, step: int = 0) -> None:
         """Decode the last turn and start scoring it (step 0: validation); `finish` must get the same object.
@@ -352,8 +352,8 @@ class Scorer:
         A rollout with an environment's reward is only decoded.
         """
         decoded = replace(rollout, response=self._decode(rollout.answer_tokens.tolist()))
-        sources = self._sources if math.isnan(rollout.reward) else []
-        waits = [begin(decoded, step) for begin in sources]
+        sources = zip(self._plan.sources, self._sources, strict=True) if math.isnan(rollout.reward) else ()
+        waits = [partial(begin, decoded, step) if spec.takes_group else begin(decoded, step) for spec, begin in sources]
         self._begun[id(rollout)] = rollout, decoded, waits  # an id is unique only while its object exists
 
     def finish(self, rollouts: Sequence[Rollout], step: int | Sequence[int] = 0) -> list[Rollout]:
@@ -370,9 +370,11 @@ class Scorer:
         for rollout, its_step in zip(rollouts, np.broadcast_to(step, len(rollouts)).tolist(), strict=True):
             if id(rollout) not in self._begun:
                 self.begin(rollout, its_step)
-        scored = []
+        scored, begun = [], [self._begun.pop(id(rollout)) for rollout in rollouts]
         with self._notice_children():
-            for _, decoded, waits in (self._begun.pop(id(rollout)) for rollout in rollouts):
+            for _, _, waits in begun if self.takes_groups else ():  # groups begin in the order of their samples
+                waits[:] = [wait() if spec.takes_group else wait for spec, wait in zip(self._plan.sources, waits)]
+            for _, decoded, waits in begun:
                 scores = [wait() for wait in waits]
                 failure = next((score.failure for score in scores if score.failure), decoded.failure)
                 reward, components = compute_reward(self._plan, scores, decoded)

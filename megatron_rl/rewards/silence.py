@@ -27,7 +27,7 @@ _MARK = (
 _HARD = "Read the responses: the prompts are too hard, or the reward does not read what they say"
 _ROOM = "Raise data.max_response_length: all that follows the prompt counts, such as a game's rules"
 _EASY = "The prompts are too easy, or the reward accepts everything"
-_GROUPS = "Prompts are too easy or too hard: filter them by pass rate, or set algorithm.dynamic_sampling"
+_GROUPS = "Prompts are too easy or too hard: set data.curriculum or algorithm.dynamic_sampling, or filter them"
 
 
 def explain_silence(

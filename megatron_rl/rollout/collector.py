@@ -14,7 +14,7 @@ existing tokens, not on the engine or the time of an interruption.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,12 +25,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections import SamplingSettings
 from megatron_rl.data.prompts import PromptBatches, PromptSet
 from megatron_rl.engines.protocol import SamplingConfig
 from megatron_rl.observability.progress import PhaseTimers
 from megatron_rl.parallel.collectives import gather_objects, open_store, raise_together, reduce_scalars, world
-from megatron_rl.rewards.answers import compute_validation_metrics
+from megatron_rl.rewards.answers import CORRECT_FROM, compute_validation_metrics
 from megatron_rl.rewards.scoring import OVERLONG, Scorer
 from megatron_rl.rollout.episodes import SampleGroups, SampleOrder, describe_episodes
 from megatron_rl.rollout.generation import OnFinished, RolloutGenerator
@@ -77,6 +76,7 @@ class RolloutStream:
         self, generator: RolloutGenerator, order: SampleOrder, config: RunConfig, clock: Clock, group: dist.ProcessGroup
     ) -> None:
         self._generator, self._order, self._clock, self._group = generator, order, clock, group
+        self.prompts: Any = order.prompts
         self._carried = generator.open(order)
         self.runs_ahead = clock.training is not None  # dedicated engines generate during training
         self._schedule, self._rollout, self._agents = config.schedule, config.rollout, config.agents
@@ -305,34 +305,6 @@ def open_stream(
     return RolloutStream(generator, SampleOrder(prompts, config), config, Clock(end, training, recorder), world())
 
 
-def describe_kept(
-    rollouts: Iterable[Rollout], settings: SamplingSettings, group: dist.ProcessGroup
-) -> dict[str, float]:
-    """Compute metrics of the token sets that truncated sampling kept, over all engines; collective.
-
-    Args:
-        rollouts: empty except on the first rank of an engine.
-
-    Returns:
-        sampling/kept_mean, kept_max: tokens per set; kept_at_limit: share of sets that `rollout.max_kept_tokens` may
-            have truncated.
-    """
-    counts = [branch.kept.counts for rollout in rollouts for branch in rollout.branches if branch.kept is not None]
-    sizes = np.concatenate([np.empty(0, np.int32), *counts])
-    sizes = sizes[sizes > 0]
-    limit, device = settings.max_kept_tokens, torch.device("cpu")
-    is_bounded = 0 < settings.top_k <= limit
-    sums = {"tokens": len(sizes), "ids": sizes.sum(), "at_limit": 0 if is_bounded else (sizes == limit).sum()}
-    sums = reduce_scalars({name: float(value) for name, value in sums.items()}, dist.ReduceOp.SUM, group, device)
-    largest = reduce_scalars({"max": float(sizes.max(initial=0))}, dist.ReduceOp.MAX, group, device)
-    tokens = max(sums["tokens"], 1.0)
-    return {
-        "sampling/kept_mean": sums["ids"] / tokens,
-        "sampling/kept_max": largest["max"],
-        "sampling/kept_at_limit": sums["at_limit"] / tokens,
-    }
-
-
 @dataclass(frozen=True)
 class RewardSources:
     """Scorer of local reward sources, and reward models."""
@@ -376,17 +348,23 @@ class Collector:
         most = wanted * (algorithm.max_sampling_rounds if resamples else 1)
         parts: list[Experience] = []
         informative: list[bool] = []  # per group
+        curriculum = self._stream.prompts if self._config.data.curriculum.kind != "off" else None
         while sum(informative) < wanted and len(informative) < most:
             missing = min(wanted - sum(informative), most - len(informative))
             part = self._draw(step, len(parts), missing)
             metric = algorithm.dynamic_sampling_metric
             informative += find_informative(part.headers, metric) if resamples else [True] * len(part.prompts)
             parts.append(part)
+            if curriculum is not None:
+                is_passed = correctness_of(part.headers.rollouts) >= CORRECT_FROM
+                curriculum.observe(part.prompts, part.headers.split_rewarded(is_passed))
             failed = self._check_failures(parts, f"step {step}")
         found = sum(informative)
         metrics = {name: value for part in parts for name, value in part.metrics.items()}
         if self._config.agents.has_episodes:
             metrics["agents/failed"] = failed
+        if curriculum is not None:
+            metrics |= curriculum.describe()
         if resamples:
             metrics |= {
                 "sampling/rounds": len(parts),
@@ -505,6 +483,8 @@ class Collector:
                 samples = self._rewards.add_scores(samples)
         mine = [rollout for _, rollout in held] if self.generator.is_first else []
         if has_kept:
+            from megatron_rl.engines.truncation import describe_kept
+
             samples.metrics.update(describe_kept(mine, self._config.rollout, self._group))
         if self._config.rollout.thinking_budget is not None and not with_answers:
             # Of a thought that its budget has ended, the closing tokens were not sampled.

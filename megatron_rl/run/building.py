@@ -278,7 +278,12 @@ def order_prompts(config: RunConfig, train: PromptSet, prompts: Sequence[T]) -> 
     """Return the batches of a run's training data, the prompts or examples of `train`."""
     data, sizes = config.data, train.file_sizes
     order, seed = train.find_order(data.shuffle), config.trainer.seed
-    return PromptBatches(prompts, data.train_batch_size, order, seed, weights=data.weights, file_sizes=sizes)
+    make: Any = PromptBatches
+    if data.curriculum.kind != "off":
+        from megatron_rl.data.curriculum import DrawnPrompts
+
+        make = partial(DrawnPrompts, curriculum=data.curriculum)
+    return make(prompts, data.train_batch_size, order, seed, weights=data.weights, file_sizes=sizes)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import REWARD_MODEL, RunConfig
 from megatron_rl.config.sections import DataConfig
-from megatron_rl.data.prompts import PromptSet, choose_teachers, load_prompts, name_files
+from megatron_rl.data.prompts import PromptSet, load_prompts, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.extension.registry import HUB
 from megatron_rl.rewards.plan import build_reward_plan, check_truths
@@ -107,7 +107,7 @@ def localize(config: RunConfig) -> tuple[RunConfig, list[str]]:
             elif leaf == "further":
                 paths = {name: find(f"{prefix}{leaf}.{name}.path", given["path"]) for name, given in value.items()}
                 changed[leaf] = {name: {**given, "path": paths[name]} for name, given in value.items()}
-            elif leaf in ("path", "tokenizer", "shuffle"):
+            elif leaf in ("path", "tokenizer", "shuffle") or (leaf == "kind" and prefix.startswith("data.")):
                 changed[leaf] = find(f"{prefix}{leaf}", value)
             elif leaf in ("train_files", "validation_files"):
                 changed[leaf] = [find(f"{prefix}{leaf}", file) for file in value]
@@ -144,7 +144,14 @@ def read_prompts(
         if trained.issuperset(prompt.text for prompt in part.prompts)
     ]
     check_mixture(data, train)
-    choose_teachers(config, train.prompts)
+    if config.teachers:
+        from megatron_rl.data.chosen_order import choose_teachers
+
+        choose_teachers(config, train.prompts)
+    if data.curriculum.kind != "off":
+        from megatron_rl.data.curriculum import open_curriculum
+
+        open_curriculum(data.curriculum, train.prompts)
     prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
     notes += check_truths(reward_plan, prompts, has_episodes)
     if has_episodes:

@@ -68,8 +68,8 @@ def find_dependencies(config: RunConfig) -> Dependencies:
         for name, paths in weights.items()
     }
     found["train_files"] = [Path(file) for file in config.data.train_files]
-    if isinstance(order := config.data.shuffle, str):
-        found["train_files"].append(Path(order.rpartition(":")[0]))
+    orders = (str(order) for order in (config.data.shuffle, config.data.curriculum.kind))
+    found["train_files"] += [Path(order.rpartition(":")[0]) for order in orders if ":" in order]
     found["validation_files"] = [Path(file) for file in config.data.validation_files]
     targets = [text.split(maxsplit=1)[-1] for text in config.reward.components] or [config.reward.function or ""]
     functions = {Path(target.rpartition(":")[0]) for target in targets if "://" not in target}

@@ -42,6 +42,7 @@ NOT_RECORDED = (
     "validation/<set>/failed",
     "mismatch/lag",
     "packing/prefix_repeats",
+    "curriculum/",  # tests/run/test_curriculum_in_loop.py
     "sampling/kept",
     "sampling/thoughts_ended",
     "reward/<data_source>",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.algorithm import DistillationConfig
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.prompts import choose_teachers
+from megatron_rl.data.chosen_order import choose_teachers
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.collectives import reduce_scalars, share_object, world
