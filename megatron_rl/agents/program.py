@@ -139,6 +139,11 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) 
     program = agents.program_or_taskset
     if program is not None:
         find_program(program)
+    notes: list[str] = []
+    if agents.sandbox.kind is not None:
+        from megatron_rl.agents.sandbox import check_sandbox
+
+        notes += check_sandbox(agents.sandbox)
     options = config.data.apply_chat_template_kwargs
     if list_tools(agents):
         if any(prompt.messages is None for prompt in prompts.prompts):
@@ -152,9 +157,8 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) 
         without_tools = tokenizer.apply_chat_template(shown.messages or [], **options)
         require_shown(shown.text != without_tools, "agents.tools")
     if not chats:
-        return []
+        return notes
     render_tail(tokenizer, chats[0], [{"role": "user", "content": "further"}], options)
-    notes: list[str] = []
     has_tools = any(prompt.tools for prompt in prompts.prompts)
     if has_tools or program:
         found = find_tool_format(tokenizer, options) if agents.tool_format == AUTO else agents.tool_format
