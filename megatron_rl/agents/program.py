@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a user's program as the agent: `agent(task, base_url) -> reward`, in its episode's process.
 
-OPENAI_BASE_URL and OPENAI_API_KEY are set for the episode's endpoint, so `openai.OpenAI()` needs no arguments.
+OPENAI_BASE_URL and OPENAI_API_KEY are set for the episode's endpoint, so `openai.OpenAI()` needs no arguments; nor does
+`anthropic.Anthropic()`, by variables of its own.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ def run_program(connection: Connection, program: Program, setup: Setup, tokenize
     server = EndpointServer(endpoint.list_models, endpoint.answer)
     base_url = f"{server.url}/v1"
     os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": server.token}
+    os.environ |= {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_API_KEY": server.token}
     try:
         result = program(opening.task, base_url)
         if inspect.isawaitable(result):
