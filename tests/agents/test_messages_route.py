@@ -208,7 +208,7 @@ with client.messages.stream(model="any", max_tokens=99, messages=messages, tools
     last = stream.get_final_message()
 print(use.input["expression"], first.stop_reason, text, last.stop_reason, last.usage.output_tokens > 0)
 try:
-    client.messages.create(model="any", max_tokens=99, messages=messages, top_k=5)
+    client.messages.create(model="any", max_tokens=99, messages=messages, extra_body={"top_k": 5})
 except anthropic.BadRequestError as error:
     print("rollout.top_k" in str(error))
 """
