@@ -102,6 +102,7 @@ ADAPTERS = {
     "reasoning-gym": ("megatron_rl.agents.adapters.games", "find_game"),
     "verifiers": ("megatron_rl.agents.adapters.games", "find_game"),
     "openenv": ("megatron_rl.agents.adapters.openenv", "find_server"),
+    "harbor": ("megatron_rl.agents.adapters.harbor", "find_tasks"),
 }
 
 

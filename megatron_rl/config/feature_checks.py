@@ -465,11 +465,11 @@ def _check_agents(config: CheckedConfig) -> None:
         expected="one of agents.environment, agents.tools and agents.program",
         hint="leave out the others",
     )
-    kind, is_harbor = config.get("agents.sandbox.kind"), config.get("agents.environment") == "harbor"
+    kind, is_harbor = config.get("agents.sandbox.kind"), (config.get("agents.environment") or "").startswith("harbor:")
     config.require(
         kind is not None or not is_harbor and "bash" not in config.get("agents.tools"),
         "agents.sandbox.kind",
-        "runs no commands, which agents.tools = bash and agents.environment = harbor need",
+        "runs no commands, which agents.tools = bash and agents.environment = harbor:... need",
         expected="local, docker, podman, or the URL of a service",
         hint="set agents.sandbox.kind=local",
     )

@@ -146,7 +146,8 @@ class AgentsConfig:
 
     environment: str | None = option(
         None,
-        "calculator, textarena:GAME, gem:GAME, reasoning-gym:NAME, verifiers:TASKSET, openenv:URL, or your class,"
+        "calculator, textarena:GAME, gem:GAME, reasoning-gym:NAME, verifiers:TASKSET, openenv:URL,"
+        " harbor:DIRECTORY, or your class,"
         " path.py:Name; null: one response a prompt.",
     )
     tools: list[str] = option(

@@ -24,7 +24,7 @@ import pytest
 from megatron_rl.agents.sandbox import LocalSandbox
 from megatron_rl.config.sections import SandboxConfig
 
-CONFIG = SandboxConfig(kind="local", seconds=1.5, memory_mib=64, processes=16, disk_mib=8)
+CONFIG = SandboxConfig(kind="local", seconds=20.0, memory_mib=64, processes=16, disk_mib=8)
 
 
 def python(code: str) -> str:
@@ -34,7 +34,7 @@ def python(code: str) -> str:
 
 NO_SPACE, NO_FILE, NO_NETWORK = "No space left|File size limit", "No such file|nonexistent", "unreachable"
 DENIED = "not permitted|denied|Read-only|superuser"
-LATE = r"error: stopped after 1\.5 seconds"
+LATE = "error: stopped after 1 seconds"
 # Kind -> (command, pattern of its result). {outside} is a directory of the run, {port} and {name} are sockets of the
 # run, {pid} is a process of the run.
 FAULTS = {
@@ -189,9 +189,9 @@ def plant(outside: Outside, kind: str, way: str = "command") -> None:
     """Run a fault in a sandbox of its own, and check that it is contained, says why, and leaves nothing."""
     command, pattern = FAULTS[kind]
     box, started = LocalSandbox(CONFIG), time.monotonic()
-    result = box.run(WAYS[way].replace("{}", outside.fill(command)))
+    result = box.run(WAYS[way].replace("{}", outside.fill(command)), seconds=1.0 if pattern == LATE else None)
     assert re.search(pattern, result.describe()), (kind, result)
-    assert time.monotonic() - started < 30 and len(result.output) < 9000
+    assert time.monotonic() - started < 60 and len(result.output) < 9000
     later = box.run("echo alive").describe()
     assert "alive" in later or "Cannot fork" in later, kind  # after a bomb, whose processes are in the background
     end(box)

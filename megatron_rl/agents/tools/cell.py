@@ -297,9 +297,10 @@ def _list_descendants() -> list[int]:
     found, parents = [], [os.getpid()]
     while parents:
         children = []
-        for path in [path for parent in parents for path in Path(f"/proc/{parent}/task").glob("*/children")]:
-            with contextlib.suppress(OSError):
-                children += [int(child) for child in path.read_text().split()]
+        for parent in parents:
+            with contextlib.suppress(OSError):  # of a process that has ended
+                for thread in os.listdir(f"/proc/{parent}/task"):
+                    children += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
         found, parents = found + children, children
     return found
 
@@ -320,7 +321,7 @@ def main() -> None:
     if not missing:
         _enter_first_process(limits)
     cell = Cell(connection, limits, directory if missing else None)
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(EOFError, ConnectionError):
         send(connection, {"namespaces": missing} if missing else {})
         cell.serve()
     cell.kill_all()
