@@ -478,7 +478,7 @@ def test_a_container_of_docker() -> None:
         "cat /dev/zero > /dev/shm/zeros": "exit code 153|File size limit",
         "echo x > /etc/x": "Read-only",
         "tail /dev/zero": "killed by a signal, or at 64 MiB of memory",
-        "wget -T 1 -O - http://1.1.1.1": "unreachable",
+        "nc -w 1 1.1.1.1 80": "unreachable",
         "for i in $(seq 30); do sleep 3 & done": "fork",
         "kill -9 -1": "killed by a signal",
     }.items():
