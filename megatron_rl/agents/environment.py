@@ -9,12 +9,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megatron_rl.agents.transcript import Message
 from megatron_rl.extension.user_code import import_file
 from megatron_rl.rewards.scoring import LARGEST, check_name
 from megatron_rl.types import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.agents.sandbox import Sandbox
 
 SETTING = "agents.environment"
 
@@ -32,6 +35,7 @@ class Task:
     seed: int  # equal for all episodes on a prompt; `random` is already seeded with it
     messages: list[Message] | None = None  # the prompt as chat messages, or `None` for plain text
     tools: list[Any] = field(default_factory=list)  # in OpenAI format
+    sandbox: Sandbox | None = None  # the episode's own, or `None` without `agents.sandbox`
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ ADAPTERS = {
     "reasoning-gym": ("megatron_rl.agents.adapters.games", "find_game"),
     "verifiers": ("megatron_rl.agents.adapters.games", "find_game"),
     "openenv": ("megatron_rl.agents.adapters.openenv", "find_server"),
+    "harbor": ("megatron_rl.agents.adapters.harbor", "find_tasks"),
 }
 
 

@@ -17,6 +17,7 @@ from megatron_rl.agents.tool_formats import AUTO, find_tool_format, read_reply
 from megatron_rl.agents.tools.finding import find_tools
 from megatron_rl.agents.tools.tool import ToolEnvironment
 from megatron_rl.agents.transcript import ChatTranscript, Tail, TextTranscript
+from megatron_rl.config.sections import SandboxConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.types import Prompt
 
@@ -41,6 +42,7 @@ class Setup:
     context_length: int = 0  # maximum tokens of a prompt and its response
     tool_format: str | None = AUTO  # `agents.tool_format`; workers resolve "auto"
     reads_marks: bool = False  # `data.special_tokens_in_contents`
+    sandbox: SandboxConfig | None = None
 
     @property
     def source(self) -> str:
@@ -119,8 +121,10 @@ def find_environments(setup: Setup) -> Callable[[], Environment]:
     """Return the episodes' environment factory; raises UserError."""
     if setup.environment is not None:
         return find_environment(setup.environment)
-    calls = {tool.name: tool.load() for tool in find_tools(setup.tools)}
-    return lambda: ToolEnvironment(calls)
+    tools = find_tools(setup.tools)
+    calls = {tool.name: tool.load() for tool in tools}
+    in_sandbox = {tool.name: tool.in_sandbox for tool in tools if tool.in_sandbox is not None}
+    return lambda: ToolEnvironment(calls, in_sandbox)
 
 
 def play_environment(

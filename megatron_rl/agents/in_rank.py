@@ -14,8 +14,9 @@ import random
 import socket
 import time
 from collections.abc import Callable, Generator, Hashable
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from megatron_rl.parallel.collectives import keep_random_streams
 from megatron_rl.rewards.child import ChildProcess
 from megatron_rl.types import Prompt, UserError
 
+if TYPE_CHECKING:
+    from megatron_rl.agents.sandbox import Sandbox
+
 
 class EpisodesInRank:
     """The episodes of a rank under a debugger, run in the rank's process; not for `agents.program`."""
@@ -37,12 +41,18 @@ class EpisodesInRank:
         # Each with the states of its random generators in Python and numpy.
         self._episodes: dict[Hashable, tuple[Generator[Answer, tuple[list[int], str]], tuple[Any, Any]]] = {}
         self._answers: dict[Hashable, Answer] = {}
+        self._boxes: dict[Hashable, Sandbox] = {}
 
     def open(self, key: Hashable, prompt: Prompt) -> None:
         """Start an episode and compute its first answer (UserError if the environment cannot be imported)."""
         if self._found is None:
             self._found = find_environments(self._given), *read_tokenizer(self._given)
         opening = Opening.of(prompt, self._given.run_seed)
+        if self._given.sandbox is not None:
+            from megatron_rl.agents.sandbox import start_sandbox
+
+            box = self._boxes[key] = start_sandbox(self._given.sandbox)
+            opening = replace(opening, task=replace(opening.task, sandbox=box))
         seed = opening.task.seed
         states = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
         self._episodes[key] = play_environment(*self._found, opening), states
@@ -73,9 +83,13 @@ class EpisodesInRank:
         """Drop an episode."""
         self._episodes.pop(key, None)
         self._answers.pop(key, None)
+        if (box := self._boxes.pop(key, None)) is not None:
+            box.close()
 
     def close_all(self) -> None:
         """Drop all episodes."""
+        for key in [*self._boxes]:
+            self.close(key)
         self._episodes.clear()
         self._answers.clear()
 
@@ -241,6 +255,7 @@ def choose_episodes(
         context_length=data.max_prompt_length + data.max_response_length,
         tool_format=agents.tool_format,
         reads_marks=data.special_tokens_in_contents,
+        sandbox=agents.sandbox if agents.sandbox.kind else None,
     )
     if is_debugged and setup.program is None:
         return EpisodesInRank(setup)

@@ -483,6 +483,28 @@ def _check_agents(config: CheckedConfig) -> None:
         expected="one of agents.environment, agents.tools and agents.program",
         hint="leave out the others",
     )
+    kind, is_harbor = config.get("agents.sandbox.kind"), (config.get("agents.environment") or "").startswith("harbor:")
+    config.require(
+        kind is not None or not is_harbor and "bash" not in config.get("agents.tools"),
+        "agents.sandbox.kind",
+        "runs no commands, which agents.tools = bash and agents.environment = harbor:... need",
+        expected="local, docker, podman, or the URL of a service",
+        hint="set agents.sandbox.kind=local",
+    )
+    config.require(
+        kind in (None, "local", "docker", "podman") or kind.startswith(("http://", "https://")),
+        "agents.sandbox.kind",
+        "is no kind of sandbox",
+        expected="local, docker, podman, or the URL of a service",
+        hint="set agents.sandbox.kind=local",
+    )
+    config.require(
+        kind not in ("docker", "podman") or config.get("agents.sandbox.image") is not None or is_harbor,
+        "agents.sandbox.image",
+        f"with agents.sandbox.kind = {kind}: a container has an image",
+        expected="the name of an image with sh and timeout",
+        hint="set agents.sandbox.image=debian:12",
+    )
     config.exclude(source, ("trainer.capture_step", None, "a capsule holds one turn of each rollout"))
     name, most = "agents.turn_timeout_seconds", config.get("trainer.collective_timeout")
     config.require(

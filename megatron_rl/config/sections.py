@@ -120,18 +120,40 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SandboxConfig:
+    """Where an episode's commands run: one sandbox an episode, with limits (docs/agents.md#sandboxes)."""
+
+    kind: str | None = option(
+        None, "local (namespaces of this machine), docker, podman, or the URL of a service; null: none."
+    )
+    image: str | None = option(None, "Image of the containers, with sh and timeout.")
+    seconds: float = option(30.0, "Limit of a command.", "seconds", gt=0)
+    memory_mib: int = option(1024, "Memory of all processes.", "MiB", ge=16)
+    processes: int = option(64, "Processes and threads.", "processes", ge=1)
+    disk_mib: int = option(256, "All files of a sandbox, and the output of a command.", "MiB", ge=1)
+    network: bool = option(False, "Give the sandbox the machine's network, with its loopback.")
+    warm: int = option(2, "Sandboxes that are started ahead, for each engine.", "sandboxes", ge=0)
+
+    @property
+    def is_container(self) -> bool:
+        """Return whether `kind` is a program that runs containers."""
+        return self.kind in ("docker", "podman")
+
+
+@dataclass(frozen=True, kw_only=True)
 class AgentsConfig:
     """Episodes: an environment answers the policy's replies until it ends the episode."""
 
     environment: str | None = option(
         None,
-        "calculator, textarena:GAME, gem:GAME, reasoning-gym:NAME, verifiers:TASKSET, openenv:URL, or your class,"
+        "calculator, textarena:GAME, gem:GAME, reasoning-gym:NAME, verifiers:TASKSET, openenv:URL,"
+        " harbor:DIRECTORY, or your class,"
         " path.py:Name; null: one response a prompt.",
     )
     tools: list[str] = option(
         [],
-        "Instead of an environment, tools that replies call: calculator, python, search:CORPUS.jsonl, mcp:COMMAND,"
-        " or your path.py:function.",
+        "Instead of an environment, tools that replies call: calculator, python, bash (in a sandbox),"
+        " search:CORPUS.jsonl, mcp:COMMAND, or your path.py:function.",
     )
     tool_format: Literal["auto", "hermes", "qwen3_coder", "glm", "deepseek", "mistral", "llama3"] = option(
         "auto", "How replies write tool calls; auto: as the chat template writes earlier calls."
@@ -154,6 +176,8 @@ class AgentsConfig:
         "Where the chat template renders earlier replies differently than they were sampled: keep the tokens, or "
         "follow the template, which forks the episode.",
     )
+
+    sandbox: SandboxConfig = option(SandboxConfig(), "Where an episode's commands run.")
 
     @cached_property
     def has_episodes(self) -> bool:
