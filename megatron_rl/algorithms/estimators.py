@@ -88,11 +88,13 @@ def compute_gpg_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
 def compute_gdpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """Compute GRPO's advantages of each reward component, then whiten their weighted sum (GDPO, arXiv 2601.05242).
 
-    Components and weights are `algorithm.options.gdpo.rewards` and `weights`; the reward itself has no effect.
+    Components and weights are `algorithm.options.gdpo.rewards` and `weights`, or without `rewards` the sources of
+    `reward.components` with their weights in this step; the reward itself has no effect.
     """
     rewards, weights = inputs.options.rewards, inputs.options.weights
+    given = dict(zip(rewards, weights or [1.0] * len(rewards), strict=True)) if rewards else inputs.weights
     total = torch.zeros_like(inputs.token_rewards)
-    for name, weight in zip(rewards, weights or [1.0] * len(rewards), strict=True):
+    for name, weight in given.items():
         scores = inputs.components.get(name, np.full(len(inputs.scores), np.nan))
         if np.isnan(scores).any():
             raise UserError(
@@ -186,6 +188,30 @@ def compute_gae_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
 def compute_distill_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """Return zeros: distillation ignores rewards, and `samples/experience.py` adds log-prob gaps to the teachers."""
     return torch.zeros_like(inputs.token_rewards)
+
+
+def keep_rollouts(inputs: AdvantageInputs, kept: np.ndarray, groups: np.ndarray, needs_group: bool) -> AdvantageInputs:
+    """Return the inputs of the rollouts in the mask `kept`; if `needs_group`, without those alone in their group.
+
+    Args:
+        kept, groups: [num_rollouts], bool, and the index of each rollout's group.
+    """
+    if needs_group:
+        kept = kept & (np.bincount(groups, kept, len(inputs.group_sizes)) > 1)[groups]
+    sizes = np.bincount(groups[kept], minlength=len(inputs.group_sizes))
+    count = int(kept.sum())
+    numbers = torch.from_numpy(np.append(np.where(kept, np.cumsum(kept) - 1, count), count)).to(inputs.loss_mask.device)
+    rollout_ids = numbers[inputs.find_rollouts()]
+    return replace(
+        inputs,
+        scores=inputs.scores[kept],
+        group_sizes=sizes[sizes > 0],
+        baselines=None if inputs.baselines is None else inputs.baselines[sizes > 0],
+        loss_mask=inputs.loss_mask & (rollout_ids < count),
+        components={name: values[kept] for name, values in inputs.components.items()},
+        rollout_ids=rollout_ids,
+        has_reward=None,
+    )
 
 
 def whiten_over_ranks(values: torch.Tensor, loss_mask: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatron_rl.observability.metrics import TokenTexts
-from megatron_rl.samples.microbatches import SharedPrefixes, is_repeated
-from megatron_rl.types import Branch, Rollout, Turn
+from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.samples.microbatches import PackingWork, SharedPrefixes, is_repeated
+from megatron_rl.samples.table import Headers
+from megatron_rl.types import Branch, Rollout, Turn, UserError
 
 
 def arrange_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int]]:
@@ -59,6 +62,36 @@ def share_branches(rows: np.ndarray) -> SharedPrefixes:
         is_repeated(rows["rollout"]), rows["num_shared"], np.where(has_prompt, rows["num_prompt_tokens"], 0)
     )
     return SharedPrefixes(np.argsort(order), num_shared.astype(np.int64), num_tokens, "prefix")
+
+
+def check_whole(headers: Headers, shared: SharedPrefixes | None, max_tokens: int) -> None:
+    """Refuse rollouts whose branches do not fit into one microbatch (UserError; headers are equal on every rank)."""
+    places = np.arange(len(headers)) if shared is None else shared.places
+    work = PackingWork.measure(headers["num_tokens"], 0.0, shared)
+    bounds = np.append(headers.first_of_rollout, len(headers))
+    sizes, _ = work.sum_joined(np.lexsort((places, headers["rollout"])), bounds)
+    if sizes.max() > max_tokens:
+        raise UserError(
+            f"{headers.rollouts.list_titles()[int(sizes.argmax())]} has {sizes.max()} tokens in all its branches, "
+            f"and a microbatch has {max_tokens}",
+            source="algorithm.ratio_by = rollout",
+            expected="branches that fit into one microbatch, as the loss takes their mean",
+            hint="raise max_tokens_per_microbatch, or set algorithm.ratio_by=branch",
+        )
+
+
+def count_rows(rollouts: np.ndarray, batch: TrainBatch) -> torch.Tensor:
+    """Return for each token the rows since its rollout's first one in the microbatch, [t] int64.
+
+    Args:
+        rollouts: [n], rollout of each sequence.
+    """
+    owners = np.append(rollouts, -1)[batch.sequence_ids.cpu().numpy()]
+    rows = np.zeros(len(owners), np.int64)
+    for part in batch.slices:
+        _, firsts, places = np.unique(owners[part.start : part.stop], return_index=True, return_inverse=True)
+        rows[part.start : part.stop] = np.arange(part.stop - part.start) - firsts[places]
+    return torch.from_numpy(rows).to(batch.sequence_ids.device)
 
 
 def describe_turns(rollout: Rollout, runs: Sequence[Turn], token_texts: TokenTexts) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importance weights of a step's samples, and measures of the gap to the engine that a setting turns on.
+"""Importance weights of a step's samples, and measures of the engine's samples that a setting turns on.
 
 In this module `group` is the DP group of the batch's role.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -18,10 +20,11 @@ from megatron_rl.algorithms.importance import (
 )
 from megatron_rl.algorithms.losses import mark_first
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.config.sections import SamplingSettings
 from megatron_rl.parallel.collectives import raise_together, reduce_scalars
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.table import Headers
-from megatron_rl.types import UserError
+from megatron_rl.types import Rollout, UserError
 
 
 def weigh_tokens(
@@ -32,12 +35,11 @@ def weigh_tokens(
     Args:
         rollouts: [t], the rollout index of each token.
     """
+    responses = Responses.of_sequences(batch.sequence_ids)
+    if algorithm.importance_by == "rollout":
+        responses = _find_rollouts(headers, batch, rollouts, group)
     weights, sums = compute_importance_weights(
-        batch.column("old_logprobs"),
-        batch.rollout_logprobs,
-        batch.loss_mask,
-        _find_responses(headers, batch, rollouts, group),
-        algorithm,
+        batch.column("old_logprobs"), batch.rollout_logprobs, batch.loss_mask, responses, algorithm
     )
     counts = {name: float(value) for name, value in sums.items()}
     counts = reduce_scalars(counts, dist.ReduceOp.SUM, group, batch.tokens.device)
@@ -46,7 +48,7 @@ def weigh_tokens(
     return weights, finish_importance_weights(counts)
 
 
-def _find_responses(headers: Headers, batch: TrainBatch, rollouts: torch.Tensor, group: dist.ProcessGroup) -> Responses:
+def _find_rollouts(headers: Headers, batch: TrainBatch, rollouts: torch.Tensor, group: dist.ProcessGroup) -> Responses:
     device = batch.sequence_ids.device
     begins_rollout = np.isin(np.arange(len(headers) + 1), headers.first_of_rollout)  # False for padding, the last one
     is_first = mark_first(batch.sequence_ids) & torch.from_numpy(begins_rollout).to(device)[batch.sequence_ids]
@@ -110,3 +112,31 @@ def check_bits(batch: TrainBatch, is_current: torch.Tensor, group: dist.ProcessG
             "layer); rollout.bitwise=false trains with the gap, which mismatch/max shows",
         )
     raise_together(error, group)
+
+
+def describe_kept(
+    rollouts: Iterable[Rollout], settings: SamplingSettings, group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Compute metrics of the token sets that truncated sampling kept, over all engines; collective.
+
+    Args:
+        rollouts: empty except on the first rank of an engine.
+
+    Returns:
+        sampling/kept_mean, kept_max: tokens per set; kept_at_limit: share of sets that `rollout.max_kept_tokens` may
+            have truncated.
+    """
+    counts = [branch.kept.counts for rollout in rollouts for branch in rollout.branches if branch.kept is not None]
+    sizes = np.concatenate([np.empty(0, np.int32), *counts])
+    sizes = sizes[sizes > 0]
+    limit, device = settings.max_kept_tokens, torch.device("cpu")
+    is_bounded = 0 < settings.top_k <= limit
+    sums = {"tokens": len(sizes), "ids": sizes.sum(), "at_limit": 0 if is_bounded else (sizes == limit).sum()}
+    sums = reduce_scalars({name: float(value) for name, value in sums.items()}, dist.ReduceOp.SUM, group, device)
+    largest = reduce_scalars({"max": float(sizes.max(initial=0))}, dist.ReduceOp.MAX, group, device)
+    tokens = max(sums["tokens"], 1.0)
+    return {
+        "sampling/kept_mean": sums["ids"] / tokens,
+        "sampling/kept_max": largest["max"],
+        "sampling/kept_at_limit": sums["at_limit"] / tokens,
+    }
