@@ -32,7 +32,7 @@ from megatron_rl.types import UserError
 METRICS_FILE, ROLLOUTS, CONFIG_FILE = "metrics.jsonl", "rollouts", "config.yaml"
 VALIDATION = "validation"  # holds a folder of rollouts for each set
 MOST_CHARACTERS = 4000  # of a shown text; rollouts/ has all of it
-SAMPLE_FIELDS = ("label", "prompt", "response", "ground_truth", "reward", "finish_reason")
+SAMPLE_FIELDS = ("label", "prompt", "response", "ground_truth", "reward", "reward_components", "finish_reason")
 NumberRecord = Mapping[str, int | float]
 Record = Mapping[str, float | None]  # as read back: null for non-finite numbers
 
