@@ -151,9 +151,22 @@ def _leave_out_failed(inputs: AdvantageInputs, needs_group: bool) -> AdvantageIn
         kept = kept & ~np.isnan(inputs.baselines)[groups]
     if kept.all():
         return replace(inputs, has_reward=None)
-    from megatron_rl.algorithms.estimators import keep_rollouts
-
-    return keep_rollouts(inputs, kept, groups, needs_group)
+    if needs_group:
+        kept = kept & (np.bincount(groups, kept, len(inputs.group_sizes)) > 1)[groups]
+    sizes = np.bincount(groups[kept], minlength=len(inputs.group_sizes))
+    count = int(kept.sum())
+    numbers = torch.from_numpy(np.append(np.where(kept, np.cumsum(kept) - 1, count), count)).to(inputs.loss_mask.device)
+    rollout_ids = numbers[inputs.find_rollouts()]
+    return replace(
+        inputs,
+        scores=inputs.scores[kept],
+        group_sizes=sizes[sizes > 0],
+        baselines=None if inputs.baselines is None else inputs.baselines[sizes > 0],
+        loss_mask=inputs.loss_mask & (rollout_ids < count),
+        components={name: values[kept] for name, values in inputs.components.items()},
+        rollout_ids=rollout_ids,
+        has_reward=None,
+    )
 
 
 def _average(value: float | torch.Tensor, inputs: AdvantageInputs, what: str) -> float:

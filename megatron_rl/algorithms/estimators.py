@@ -190,30 +190,6 @@ def compute_distill_advantages(inputs: AdvantageInputs, config: AlgorithmConfig)
     return torch.zeros_like(inputs.token_rewards)
 
 
-def keep_rollouts(inputs: AdvantageInputs, kept: np.ndarray, groups: np.ndarray, needs_group: bool) -> AdvantageInputs:
-    """Return the inputs of the rollouts in the mask `kept`; if `needs_group`, without those alone in their group.
-
-    Args:
-        kept, groups: [num_rollouts], bool, and the index of each rollout's group.
-    """
-    if needs_group:
-        kept = kept & (np.bincount(groups, kept, len(inputs.group_sizes)) > 1)[groups]
-    sizes = np.bincount(groups[kept], minlength=len(inputs.group_sizes))
-    count = int(kept.sum())
-    numbers = torch.from_numpy(np.append(np.where(kept, np.cumsum(kept) - 1, count), count)).to(inputs.loss_mask.device)
-    rollout_ids = numbers[inputs.find_rollouts()]
-    return replace(
-        inputs,
-        scores=inputs.scores[kept],
-        group_sizes=sizes[sizes > 0],
-        baselines=None if inputs.baselines is None else inputs.baselines[sizes > 0],
-        loss_mask=inputs.loss_mask & (rollout_ids < count),
-        components={name: values[kept] for name, values in inputs.components.items()},
-        rollout_ids=rollout_ids,
-        has_reward=None,
-    )
-
-
 def whiten_over_ranks(values: torch.Tensor, loss_mask: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Standardize values [t] over the masked-in tokens of all ranks; collective.
 

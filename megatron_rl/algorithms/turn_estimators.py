@@ -20,7 +20,7 @@ from megatron_rl.config.schema import AlgorithmConfig
 
 
 @dataclass(frozen=True)
-class Turns:
+class EpisodeTurns:
     """The n turns of all rollouts, by rollout, branch and time; arrays are equal on every rank.
 
     Attributes:
@@ -53,7 +53,7 @@ class Turns:
         return torch.where(loss_mask, table[self.of_tokens], 0.0)
 
 
-def collect_turns(inputs: AdvantageInputs) -> Turns:
+def collect_turns(inputs: AdvantageInputs) -> EpisodeTurns:
     """Find the turns of this rank's tokens, and sum rewards and states over the ranks; collective."""
     ids, device = inputs.sequence_ids, inputs.loss_mask.device
     held, rollouts, first = ids >= 0, inputs.find_rollouts(), mark_first(ids)
@@ -87,7 +87,7 @@ def collect_turns(inputs: AdvantageInputs) -> Turns:
     rewards[last] = 0.0
     rewards[last] = (inputs.scores - np.bincount(owner, rewards, len(inputs.scores)))[lengths > 0]
     groups = np.repeat(np.arange(len(inputs.group_sizes)), inputs.group_sizes)[owner]
-    return Turns(owner, numbers, groups, rewards, states[:-1].cpu().numpy(), of_tokens)
+    return EpisodeTurns(owner, numbers, groups, rewards, states[:-1].cpu().numpy(), of_tokens)
 
 
 def compute_grpo_turns_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:

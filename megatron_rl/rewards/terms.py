@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.rewards.scoring import SourceSpec
 from megatron_rl.types import UserError
 
 _ENTRY = re.compile(
@@ -82,32 +81,33 @@ def parse_term(text: str, target: str, setting: str) -> Term:
     return Term(tuple(steps), tuple(weights), least, found["other"] or "", float(found["enough"] or 0))
 
 
-def resolve_others(sources: Sequence[SourceSpec], models: Sequence[str]) -> list[SourceSpec]:
-    """Return the sources with the names, as in reward/NAME, of those that their conditions give by name or as written.
+def resolve_others(terms: Mapping[str, tuple[Term | None, str, str]], models: Sequence[str]) -> dict[str, Term | None]:
+    """Return the terms by the name of their source, with the others of their conditions by name, as in reward/NAME.
 
     Args:
+        terms: name of each source -> its term, its target and the setting that names it.
         models: targets that are reward models, which score after all others.
 
     Raises:
         UserError: a condition names no source, its own, one with a condition, or a reward model.
     """
-    found = []
-    for source in sources:
-        other = source.term.other if source.term else ""
-        match = next((one for one in sources if other in (one.name, one.target)), None)
-        if source.term and other:
-            known = [
-                one.name
-                for one in sources
-                if one is not source and one.target not in models and not (one.term and one.term.has_threshold)
-            ]
-            if match is None or match.name not in known:
-                raise UserError(
-                    f'the condition of "{source.name}" asks for the score of "{other}"',
-                    source=source.setting,
-                    expected=f"another source without conditions, no reward model, of {', '.join(known) or 'none'}",
-                    hint="name a rule, function or service of reward.components",
-                )
-            source = replace(source, term=replace(source.term, other=match.name))
-        found.append(source)
+    found: dict[str, Term | None] = {}
+    for name, (term, _, setting) in terms.items():
+        found[name] = term
+        if term is None or not term.other:
+            continue
+        match = next((one for one, (_, target, _) in terms.items() if term.other in (one, target)), "")
+        known = [
+            one
+            for one, (own, target, _) in terms.items()
+            if one != name and target not in models and not (own and own.has_threshold)
+        ]
+        if match not in known:
+            raise UserError(
+                f'the condition of "{name}" asks for the score of "{term.other}"',
+                source=setting,
+                expected=f"another source without conditions, no reward model, of {', '.join(known) or 'none'}",
+                hint="name a rule, function or service of reward.components",
+            )
+        found[name] = replace(term, other=match)
     return found

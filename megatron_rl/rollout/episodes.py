@@ -48,7 +48,7 @@ class Recording:
         self._turns: list[Turn] = []
         self.interrupted = 0  # number of tokens of a reply that will be continued
         self.reward: float | None = None  # sum over turns, or `None` without any
-        self.state: str | None = None  # what the next request shows; `None`: its further tokens
+        self._state: str | None = None  # what the next request shows; `None`: its further tokens
 
     @classmethod
     def of(cls, rollout: Rollout) -> Recording:
@@ -80,6 +80,10 @@ class Recording:
         """Return the number of tokens that the engine returned."""
         return sum(turn.stop - turn.start for turn in self._turns)
 
+    def name_state(self, state: str | None) -> None:
+        """Name what the next request shows; `None`: its further tokens."""
+        self._state = state
+
     def record_request(self, tokens: np.ndarray) -> None:
         """Record a request: continue the longest branch that the tokens begin with, or start a branch."""
         known = [i for i, context in enumerate(self._contexts) if context.begins(tokens)]
@@ -89,7 +93,7 @@ class Recording:
         self._current = max(known, key=lambda i: self._contexts[i].length, default=len(self._contexts) - 1)
         context = self._contexts[self._current]
         shown = tokens[context.length if known and self._turns else 0 :].tobytes()
-        state = shown if self.state is None else self.state.encode("utf-8", "backslashreplace")
+        state = shown if self._state is None else self._state.encode("utf-8", "backslashreplace")
         context.states[len(tokens)] = hash_bytes(state) >> 1 | 1  # positive
         if len(tokens) > context.length:
             context.append(_Part(tokens[context.length :]))
@@ -523,7 +527,7 @@ class Episodes:
         if room < 1:
             self._end(key, answer, "length")
             return []
-        recording.state = answer.state
+        recording.name_state(answer.state)
         turn, most = recording.num_turns, min(room, answer.max_tokens or room, sampling.max_tokens)
         request = Request(key, tokens, self._seed(key, turn), replace(sampling, max_tokens=most), turn)
         self._episodes[key] = replace(episode, request=request)

@@ -421,7 +421,7 @@ class Packer:
         if has_whole:
             from megatron_rl.samples.branches import check_whole, count_rows
 
-            check_whole(headers, shared, self.config.max_tokens_per_microbatch)
+            check_whole(headers.rows, shared, self.config.max_tokens_per_microbatch)
         plans, metrics = self._plan(headers, shared, "rollout" if has_whole else "group" if self.whole_prompts else "")
         replica_of = np.full(len(headers), -1)
         for indices, plan in plans:
@@ -444,7 +444,9 @@ class Packer:
         )
         batch = replace(batch, ledgers=ledgers, names=headers.list_titles())
         if has_whole:
-            batch = replace(batch, rollout_rows=count_rows(headers["rollout"], batch))
+            owners = np.append(headers["rollout"], -1)[batch.sequence_ids.cpu().numpy()]
+            rows = count_rows(owners, [(part.start, part.stop) for part in batch.slices])
+            batch = replace(batch, rollout_rows=rows.to(self.device))
         ids, positions = batch.sequence_ids.cpu().numpy(), batch.position_ids.cpu().numpy()
         rows = np.flatnonzero((ids >= 0) & (positions == headers["num_prompt_tokens"][ids]))
         starts = np.zeros(len(headers), np.int64)

@@ -246,7 +246,7 @@ def record_states(*turns: tuple[list[int], str | None]) -> list[dict[int, int]]:
     """States of each branch by token index, of requests of these tokens that the replies [8, 9] answer."""
     recording = Recording(Prompt(0, np.array([1, 2], np.int32), "", ""), 0)
     for tokens, state in turns:
-        recording.state = state
+        recording.name_state(state)
         recording.record_request(np.array(tokens, np.int32))
         recording.reply(np.array([8, 9], np.int32), np.zeros(2, np.float32), 3)
     found = [branch.states for branch in recording.finish("stop").branches]

@@ -190,12 +190,13 @@ def gigpo_by_loop(rows: list[dict[str, Any]], gamma: float) -> list[list[float]]
 GIGPO = ["algorithm.adv_estimator=gigpo", "algorithm.gamma=0.5", "data.max_response_length=64"]
 
 
+@pytest.mark.parametrize("layout", [[], pytest.param(layout_overrides(1, 1, 2), marks=pytest.mark.slow)])
 def test_gigpo_compares_the_turns_that_answer_the_same(
-    task: Path, tmp_path: Path, environments: Path, vllm_imported: None
+    task: Path, tmp_path: Path, environments: Path, vllm_imported: None, layout: list[str]
 ) -> None:
-    """On two ranks, which hold parts of a group: the logged advantages equal a loop over the logged turns."""
+    """On two ranks with parts of a group, or one engine of both: logged advantages equal a loop over logged turns."""
     echo = f"agents.environment={environments}:Echo"
-    records = play(task, tmp_path / "run", *MULTI, echo, SHORT, *GIGPO)
+    records = play(task, tmp_path / "run", *MULTI, *layout, echo, SHORT, *GIGPO)
     rows, num_turns = read_rollouts(tmp_path / "run"), set()
     for first in range(0, len(rows), 4):
         group = rows[first : first + 4]

@@ -331,7 +331,7 @@ def test_a_rollout_that_fits_into_no_microbatch_is_refused() -> None:
         samples = replicate(CUT, PROMPTS, dist.group.WORLD)
         with pytest.raises(UserError, match="prompt_id 5, sample 0 has 11 tokens in all its branches") as caught:
             check_whole(
-                samples.headers,
+                samples.headers.rows,
                 share_prompts(number_prompts(samples.headers), samples.headers["num_prompt_tokens"]),
                 10,
             )
