@@ -63,10 +63,13 @@ class Observation:
     Attributes:
         messages: shown to the policy next, with "role" and "content".
         reward: of this turn.
+        state: name of the environment's state, for estimators that compare turns in equal states (gigpo); by default
+            the contents of the messages.
     """
 
     messages: list[Message]
     reward: float | None = None
+    state: str | None = None
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,8 @@ def check_answer(answer: Any) -> Observation | Done:
     if isinstance(answer, Done):
         numbers += [(check_name(name), value) for name, value in answer.components.items()]
     else:
+        if not isinstance(answer.state, str | None):
+            raise TypeError(f"a state that is a {type(answer.state).__name__} instead of a text")
         for message in answer.messages:
             texts = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
             if not all(isinstance(text, str) for text in texts):

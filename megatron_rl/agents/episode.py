@@ -86,6 +86,7 @@ class Answer:
         finish_reason: "turns", "timeout" or "error" if the environment did not end the episode; after the last two only
             `failure` is valid.
         max_tokens: limit of the next reply, or `None` for the context limit.
+        state: what the next reply answers (`Observation.state`); `None`: the tokens of `tail`.
     """
 
     tail: Tail | None = None
@@ -95,6 +96,7 @@ class Answer:
     finish_reason: str | None = None
     failure: str = ""
     max_tokens: int | None = None
+    state: str | None = None
 
     @classmethod
     def of_done(cls, done: Done, seconds: float) -> Answer:
@@ -149,7 +151,7 @@ def play_environment(
     found = check_answer(environment.reset(task))
     if isinstance(found, Done):
         raise TypeError("reset returned Done: an episode has at least one reply")
-    answer = Answer(transcript.begin(found.messages), seconds=time.monotonic() - started)
+    answer = Answer(transcript.begin(found.messages), seconds=time.monotonic() - started, state=found.state)
     for turn in count(1):
         tokens, finish_reason = yield answer
         _, calls = read_reply(tokenizer, setup.tool_format, tokens, task.tools)
@@ -168,4 +170,6 @@ def play_environment(
                 {"tool_call_id": next(ids, ""), **message} if message["role"] == "tool" else message
                 for message in found.messages
             ]
-            answer = Answer(transcript.extend(tokens, messages), reward, seconds=seconds)
+            said = "\0".join(message["content"] for message in messages)
+            state = said if found.state is None else found.state
+            answer = Answer(transcript.extend(tokens, messages), reward, seconds=seconds, state=state)

@@ -563,11 +563,12 @@ def _check_gdpo(config: CheckedConfig) -> None:
     name = "algorithm.options.gdpo.rewards"
     if config.get("algorithm.adv_estimator") == "gdpo":
         rewards, weights = config.get(name), config.get("algorithm.options.gdpo.weights")
+        named = bool(rewards or config.get("reward.components"))
         config.require(
-            bool(rewards) and len(rewards) == len(weights or rewards),
+            named and len(rewards) == len(rewards if weights is None else weights),
             name,
             f"with algorithm.options.gdpo.weights = {weights}",
-            expected="names of reward components, as many as weights",
+            expected="names of reward components, as many as weights, or neither and reward.components",
             hint=f"set {name}=[accuracy,format]: numbers that the reward function returns beside score",
         )
         config.allow("algorithm.kl_in", "loss", "with gdpo: KL in the reward has no effect", "another estimator")

@@ -275,8 +275,8 @@ class RewardConfig:
     )
     components: list[str] = option(
         [],
-        "Weighted sum of sources, each 'WEIGHT SOURCE': a rule, path.py:name, an http(s) URL, or 'model'; "
-        "overrules rule and function.",
+        "Weighted sum of sources, each 'WEIGHT SOURCE': a rule, path.py:name, an http(s) URL, or 'model'; with a "
+        "schedule (1@0,0.2@100 SOURCE) and thresholds (docs/rewards.md); overrules rule and function.",
     )
     workers: int = option(0, "Processes per rank for rules and functions; 0: in the rank itself.", "processes", ge=0)
     worker_secrets: list[str] = option([], "Variables that workers get although their names say key, token or secret.")
@@ -308,8 +308,13 @@ class RewardConfig:
     @property
     def models(self) -> list[str]:
         """Reward models in `components`: model, model:NAME."""
-        targets = [component.strip().partition(" ")[2].strip() for component in self.components]
-        return [target for target in targets if target.partition(":")[0] == REWARD_MODEL]
+        return [target for target in self.targets if target.partition(":")[0] == REWARD_MODEL]
+
+    @property
+    def targets(self) -> list[str]:
+        """Sources in `components`, without their weights and conditions."""
+        texts = [component.strip().partition(" ")[2] for component in self.components]
+        return [text.partition(" if ")[0].partition(" >= ")[0].strip() for text in texts]
 
 
 @dataclass(frozen=True, kw_only=True)

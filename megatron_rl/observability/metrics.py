@@ -32,7 +32,7 @@ from megatron_rl.types import UserError
 METRICS_FILE, ROLLOUTS, CONFIG_FILE = "metrics.jsonl", "rollouts", "config.yaml"
 VALIDATION = "validation"  # holds a folder of rollouts for each set
 MOST_CHARACTERS = 4000  # of a shown text; rollouts/ has all of it
-SAMPLE_FIELDS = ("label", "prompt", "response", "ground_truth", "reward", "finish_reason")
+SAMPLE_FIELDS = ("label", "prompt", "response", "ground_truth", "reward", "reward_components", "finish_reason")
 NumberRecord = Mapping[str, int | float]
 Record = Mapping[str, float | None]  # as read back: null for non-finite numbers
 
@@ -403,10 +403,11 @@ ROWS: tuple[Metric, ...] = (
     Metric("reward/mean", "mean over the rollouts of the step, without those whose episode or reward service failed",
            console="reward {:.4f}", chart="reward"),
     Metric("reward/<data_source>/mean", "mean reward of each data source, if a step has several"),
-    Metric("reward/<component>", "mean of a component: a source, or a key that a reward function returns",
-           alarm="components"),
-    Metric("reward/overlong", "mean of the soft overlong penalty", alarm="components"),
-    Metric("reward/model", "mean score of the reward model, if the reward is a sum"),
+    Metric("reward/weight/<source>", "weight of a source that follows a schedule"),
+    Metric("reward/<component>", "mean of a component: a source (what counts of its score), or a key that a reward "
+           "function returns", console="{component} {:.4g}", chart="reward components", alarm="components"),
+    Metric("reward/overlong", "mean of the soft overlong penalty", console="overlong {:.4g}",
+           chart="reward components", alarm="components"),
     Metric("reward/unmarked_answers", "responses that mark no answer", "share"),
     Metric("reward/math_timeouts", "responses whose answer took too long to read", "share"),
     Metric("reward/math_unparsable_truth", "responses whose ground truth could only be compared as text", "share"),

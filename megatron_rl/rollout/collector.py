@@ -211,44 +211,11 @@ class RolloutStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, after the state of the prompts.
+        """Restore a saved state, after the state of the prompts (UserError: see `check_begun`)."""
+        from megatron_rl.rollout.packed_episodes import check_begun
 
-        Raises:
-            UserError: prompts have begun, and the group size has changed, `order` has become `whole`, truncated
-                sampling was switched off, or episodes and plain responses were exchanged.
-        """
-        group_size, taken = state["group_size"], state.get("taken", [])
-        if state["open"] and group_size != self._group_size:
-            raise UserError(
-                f"rollout.n = {self._group_size}, and {state['open']} prompts have begun with {group_size} responses "
-                "each",
-                source="rollout.n",
-                expected=str(group_size),
-                hint="keep it, or start a new run from the checkpoint's weights",
-            )
-        if state["open"] and (self._schedule.order, state.get("order", "stream")) == ("whole", "stream"):
-            raise UserError(
-                f"schedule.order = whole, and {state['open']} prompts have begun that can no longer be passed over",
-                source="schedule.order",
-                expected="stream",
-                hint="keep it, or start a new run from the checkpoint's weights",
-            )
-        if state["open"] and state.get("truncated", False) and not self._rollout.is_truncated:
-            raise UserError(
-                f"sampling is not truncated, and {state['open']} prompts have begun with truncated sampling",
-                source="rollout.top_p, rollout.top_k and rollout.min_p",
-                expected="one of them, as before",
-                hint="keep it, or start a new run from the checkpoint's weights",
-            )
-        if state["open"] and state.get("episodes", False) != self._agents.has_episodes:
-            kinds = ("responses", "episodes")
-            was, now = kinds[state.get("episodes", False)], kinds[self._agents.has_episodes]
-            raise UserError(
-                f"the section agents now selects {now}, and {state['open']} prompts have begun as {was}",
-                source="agents.environment, agents.tools and agents.program",
-                expected="one of them, or none, as before",
-                hint="keep them, or start a new run from the checkpoint's weights",
-            )
+        taken = state.get("taken", [])
+        check_begun(state, self.state_dict())
         begun, self._step = self._order.prompts.position, state.get("step", 0)
         self._open = sorted({*range(begun - state["open"] - len(taken), begun)} - {*taken})
 
@@ -310,9 +277,10 @@ class RewardSources:
     """Scorer of local reward sources, and reward models."""
 
     scorer: Scorer
-    # Adds the scores of reward models to the rewards of samples; collective.
-    add_scores: Callable[[Experience], Experience] | None
+    # Adds the scores of reward models to the rewards of samples, given the step of each prompt; collective.
+    add_scores: Callable[[Experience, Sequence[int]], Experience] | None
     needs_greedy_baseline: bool  # whether the advantage estimator uses rewards of greedy responses (ReMax)
+    needs_turns: bool = False  # whether it uses the states of turns
 
 
 class Collector:
@@ -477,10 +445,11 @@ class Collector:
             route_shape = None if with_answers else self.generator.route_shape
             ranks, has_episodes = np.array(self.generator.engines.of), self._config.agents.has_episodes
             branches = index_branches(held, headers)
-            payload = Payload(branches, ranks, num_bytes, has_kept, route_shape, has_episodes)
+            has_states = has_episodes and not with_answers and self._rewards.needs_turns
+            payload = Payload(branches, ranks, num_bytes, has_kept, route_shape, has_episodes, has_states)
             samples = Experience(headers, prompts, payload, self._group)
             if self._rewards.add_scores is not None:
-                samples = self._rewards.add_scores(samples)
+                samples = self._rewards.add_scores(samples, steps)
         mine = [rollout for _, rollout in held] if self.generator.is_first else []
         if has_kept:
             from megatron_rl.engines.truncation import describe_kept

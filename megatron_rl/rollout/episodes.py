@@ -26,6 +26,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections import AgentsConfig
 from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig, derive_seed
+from megatron_rl.samples.table import hash_bytes
 from megatron_rl.types import FAILED, Branch, KeptSets, Prompt, Rollout, Turn, complete_routes
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Recording:
         self._turns: list[Turn] = []
         self.interrupted = 0  # number of tokens of a reply that will be continued
         self.reward: float | None = None  # sum over turns, or `None` without any
+        self._state: str | None = None  # what the next request shows; `None`: its further tokens
 
     @classmethod
     def of(cls, rollout: Rollout) -> Recording:
@@ -78,6 +80,10 @@ class Recording:
         """Return the number of tokens that the engine returned."""
         return sum(turn.stop - turn.start for turn in self._turns)
 
+    def name_state(self, state: str | None) -> None:
+        """Name what the next request shows; `None`: its further tokens."""
+        self._state = state
+
     def record_request(self, tokens: np.ndarray) -> None:
         """Record a request: continue the longest branch that the tokens begin with, or start a branch."""
         known = [i for i, context in enumerate(self._contexts) if context.begins(tokens)]
@@ -86,6 +92,9 @@ class Recording:
             self._contexts = [*self._contexts, begun] if self._turns else [begun]
         self._current = max(known, key=lambda i: self._contexts[i].length, default=len(self._contexts) - 1)
         context = self._contexts[self._current]
+        shown = tokens[context.length if known and self._turns else 0 :].tobytes()
+        state = shown if self._state is None else self._state.encode("utf-8", "backslashreplace")
+        context.states[len(tokens)] = hash_bytes(state) >> 1 | 1  # positive
         if len(tokens) > context.length:
             context.append(_Part(tokens[context.length :]))
 
@@ -156,6 +165,7 @@ class _Context:
     def __init__(self, part: _Part) -> None:
         self._parts: list[_Part] = []
         self.rewards: dict[int, float] = {}  # by token index
+        self.states: dict[int, int] = {}  # likewise
         self._routes: np.ndarray | None = None
         self._routed_by: int | None = None  # policy version of the latest routes
         self.length = self._replied = 0  # in tokens; end of the last reply
@@ -208,6 +218,10 @@ class _Context:
         rewards = np.zeros(stop, np.float32) if self.rewards else None
         if rewards is not None:
             rewards[[*self.rewards]] = [*self.rewards.values()]
+        known = {index: state for index, state in self.states.items() if index < stop}
+        states = np.zeros(stop, np.int64) if known else None
+        if states is not None:
+            states[[*known]] = [*known.values()]
         kept = KeptSets.join_known([(part.kept, len(part.tokens)) for part in self._parts])
         return Branch(
             tokens[:stop],
@@ -218,6 +232,7 @@ class _Context:
             kept and kept.cut(stop),
             rewards,
             routes=None if self._routes is None else self._routes[:stop],
+            states=states,
         )
 
 
@@ -512,6 +527,7 @@ class Episodes:
         if room < 1:
             self._end(key, answer, "length")
             return []
+        recording.name_state(answer.state)
         turn, most = recording.num_turns, min(room, answer.max_tokens or room, sampling.max_tokens)
         request = Request(key, tokens, self._seed(key, turn), replace(sampling, max_tokens=most), turn)
         self._episodes[key] = replace(episode, request=request)

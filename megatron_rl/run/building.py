@@ -333,7 +333,7 @@ def build_rollout_members(
     if parts.rollouts:
         return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, models)
     scorer = open_scorer(inputs.reward_plan, read)
-    rewards = RewardSources(scorer, add_scores, inputs.spec.needs_greedy_baseline)
+    rewards = RewardSources(scorer, add_scores, inputs.spec.needs_greedy_baseline, inputs.spec.needs_turns)
     episodes = None
     if config.agents.has_episodes:
         from megatron_rl.agents.in_rank import choose_episodes

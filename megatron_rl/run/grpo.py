@@ -97,7 +97,7 @@ class Trainer:
                     self.compare(samples)
                 if self.inputs.spec.needs_sum_pi_squared:
                     samples.sum_pi_squared = self.policy.sum_pi_squared(samples)
-                samples.advantages, samples.returns, samples.chosen = self.estimate(samples)
+                samples.advantages, samples.returns, samples.chosen = self.estimate(samples, step)
                 if not self.policy.runs_ahead:  # or here, or after the step
                     self.checkpoints.safe_point()
                 if self.critic:
@@ -162,7 +162,7 @@ class Trainer:
         self.run.count(samples.mismatch)
         samples.importance_weights = self.policy.as_column(samples, weights)
 
-    def estimate(self, samples: Experience) -> tuple[Column | None, ...]:
+    def estimate(self, samples: Experience, step: int) -> tuple[Column | None, ...]:
         """Return advantages, returns (with a critic), and tokens of clip_cov or kl_cov, else `None`; collective."""
         if self.teachers:
             self.run.count(self.teachers.teach(samples))
@@ -171,8 +171,9 @@ class Trainer:
         if not self.policy.is_here:
             nothing = self.policy.as_column(samples, torch.empty_like(batch.loss_weights))
             return nothing, nothing if self.critic else None, None
-        group, turn_rewards = self.policy.model.groups.dp, samples.pack(self.policy.packer).turn_rewards
-        found = compute_advantages(samples, batch, algorithm, group, turn_rewards)
+        group, packing = self.policy.model.groups.dp, samples.pack(self.policy.packer)
+        turns, weights = (packing.turn_rewards, packing.turn_states), self.inputs.reward_plan.weights_at(step)
+        found = compute_advantages(samples, batch, algorithm, group, *turns, weights)
         self.run.count({name: float(value) for name, value in found.metrics.items()})
         chosen = choose_tokens(replace(batch, advantages=found.advantages), algorithm, group)
         return tuple(self.policy.as_column(samples, values) for values in (found.advantages, found.returns, chosen))
@@ -193,7 +194,7 @@ class Trainer:
         """Add a step's metrics to the run's record and write some of its rollouts to the log; collective."""
         headers = samples.headers
         reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
-        found = describe_rollouts(headers) | samples.metrics
+        found = describe_rollouts(headers) | samples.metrics | self.inputs.reward_plan.describe_weights(step)
         self.run.count(found | samples.pack(self.policy.packer).metrics)
         if step == 1:
             from megatron_rl.rewards.silence import explain_silence

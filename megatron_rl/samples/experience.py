@@ -370,11 +370,15 @@ def compute_advantages(
     algorithm: AlgorithmConfig,
     group: dist.ProcessGroup,
     turn_rewards: torch.Tensor | None = None,
+    turn_states: torch.Tensor | None = None,
+    weights: Mapping[str, float] = {},
 ) -> estimation.Advantages:
     """Compute the advantages (with a critic, also the returns) of this rank's tokens; collective.
 
     Args:
         batch: with old log-probs, and reference log-probs and values if there are any.
+        turn_rewards, turn_states: see `Packing`.
+        weights: see `AdvantageInputs`.
     """
     headers = samples.headers
     rewards = samples.rewards
@@ -404,6 +408,9 @@ def compute_advantages(
         importance_weights=batch.importance_weights,
         components=dict(zip(headers.names, headers.rollouts.components.T, strict=True)),
         has_reward=headers.rollouts.has_reward,
+        weights=weights,
+        turn_rewards=turn_rewards,
+        turn_states=turn_states,
     )
     found = estimation.compute_advantages(inputs, algorithm)
     if batch.teacher_logprobs is None:
@@ -476,7 +483,8 @@ def loss_inputs(batch: TrainBatch) -> PolicyLossInputs:
     """Build the inputs of the policy loss before the update."""
     old_logprobs = batch.column("old_logprobs")
     return PolicyLossInputs(
-        old_logprobs, old_logprobs, batch.column("advantages"), batch.loss_mask, batch.sequence_ids, batch.chosen
+        *(old_logprobs, old_logprobs, batch.column("advantages"), batch.loss_mask, batch.sequence_ids, batch.chosen),
+        rollout_rows=batch.rollout_rows,
     )
 
 
