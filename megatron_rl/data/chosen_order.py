@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders of prompts that a config chooses: files that take turns by `data.weights`, and a function, `data.shuffle`.
+"""Orders of prompts that a config chooses: files or sources that take turns by weights, and a function, `data.shuffle`.
 
 With weights, files alternate in a fixed pattern: n prompts include n w of a file with share w, within less than one
 (the chairman assignment of R. Tijdeman, Discrete Mathematics 32, 1980).
@@ -7,10 +7,12 @@ With weights, files alternate in a fixed pattern: n prompts include n w of a fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from megatron_rl.data.prompts import PromptSet
 from megatron_rl.extension.user_code import call_function, find_function
 from megatron_rl.types import Prompt, UserError
 
@@ -53,6 +55,17 @@ def _take_turns(shares: Sequence[int]) -> list[int]:
         turns.append(min(due)[1])
         counts[turns[-1]] += 1
     return turns
+
+
+def join_sources(parts: Mapping[str, PromptSet]) -> PromptSet:
+    """Join the prompts of sources, source after source, under ids of their own; each source counts as one file."""
+    prompts, starts, first = list[Prompt](), list[int](), 0
+    for name, part in parts.items():
+        starts.append(first)
+        prompts += [replace(one, prompt_id=first + one.prompt_id, source=name) for one in part.prompts]
+        first += len(part.prompts) + part.num_dropped
+    counts = (sum(getattr(part, name) for part in parts.values()) for name in ("num_truncated", "num_dropped"))
+    return PromptSet(prompts, *counts, starts)
 
 
 def find_order(name: str, prompts: Sequence[Prompt]) -> Callable[[int], np.ndarray]:

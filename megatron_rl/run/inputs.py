@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,7 +95,8 @@ def localize(config: RunConfig) -> tuple[RunConfig, list[str]]:
         from megatron_rl.data.hub import fetch_model, pin_dataset
 
         found = pin_dataset(name, setting) if is_dataset else str(fetch_model(name, setting))
-        notes.append(f"{setting}: {name} is {found if is_dataset else f'commit {Path(found).name} of the hub'}")
+        if not setting.startswith("data.sources."):  # data.train_files has the same names
+            notes.append(f"{setting}: {name} is {found if is_dataset else f'commit {Path(found).name} of the hub'}")
         return found
 
     def walk(section: Any, prefix: str) -> Any:
@@ -102,14 +104,14 @@ def localize(config: RunConfig) -> tuple[RunConfig, list[str]]:
         for leaf, value in vars(section).items():
             if is_dataclass(value):
                 changed[leaf] = walk(value, f"{prefix}{leaf}.")
-            elif leaf == "teachers" and not prefix:
-                changed[leaf] = {name: walk(teacher, f"teachers.{name}.") for name, teacher in value.items()}
+            elif leaf == "teachers" and not prefix or leaf == "sources":
+                changed[leaf] = {name: walk(one, f"{prefix}{leaf}.{name}.") for name, one in value.items()}
             elif leaf == "further":
                 paths = {name: find(f"{prefix}{leaf}.{name}.path", given["path"]) for name, given in value.items()}
                 changed[leaf] = {name: {**given, "path": paths[name]} for name, given in value.items()}
             elif leaf in ("path", "tokenizer", "shuffle"):
                 changed[leaf] = find(f"{prefix}{leaf}", value)
-            elif leaf in ("train_files", "validation_files"):
+            elif leaf in ("train_files", "validation_files", "files"):
                 changed[leaf] = [find(f"{prefix}{leaf}", file) for file in value]
         return replace(section, **changed)
 
@@ -152,8 +154,78 @@ def read_prompts(
     return train, validation, notes
 
 
+@contextmanager
+def naming(config: RunConfig, source: str) -> Iterator[None]:
+    """Name the source and its settings in a UserError that is raised in the `with` block; do nothing for "" ."""
+    try:
+        yield
+    except UserError as error:
+        if not source:
+            raise
+        from megatron_rl.config.mixture import name_settings
+
+        place = name_settings(config, source, error.source)
+        found = f"source {source}: {error.found}"
+        raise UserError(found, source=place, expected=error.expected, hint=error.hint) from error
+
+
+def read_mixture(
+    config: RunConfig, tokenizer: Tokenizer, reward_plans: Mapping[str, RewardPlan]
+) -> tuple[PromptSet, dict[str, PromptSet], list[str]]:
+    """Read and check the prompts of all sources in `data.sources`; return and raise as `read_prompts`."""
+    from megatron_rl.data.chosen_order import join_sources
+
+    parts, sets, notes = dict[str, PromptSet](), list[PromptSet](), list[str]()
+    for name, view in config.by_source.items():
+        with naming(config, name):
+            parts[name], validation, noted = read_prompts(view, tokenizer, reward_plans[name])
+        notes += [f"source {name}: {note}" for note in noted]
+        for found in validation.values():
+            sets.append(replace(found, prompts=[replace(prompt, source=name) for prompt in found.prompts]))
+    total = sum(source.weight for source in config.data.sources.values())
+    for name, source in config.data.sources.items():
+        notes.append(f"source {name}: {source.weight / total:.2%} of the prompts, from {len(parts[name].prompts)}")
+    return join_sources(parts), dict(zip(list_validation(config), sets, strict=True)), notes
+
+
+def list_validation(config: RunConfig) -> dict[str, str]:
+    """Return the validation files by the names of their sets; of a source with one file, its name."""
+    found: dict[str, str] = {}
+    for source, view in config.by_source.items():
+        for name, file in (named := name_files(view.data.validation_files)).items():
+            found[f"{source}-{name}" if source and len(named) > 1 else source or name] = file
+    return found
+
+
+def read_reward_plans(config: RunConfig, parts: Parts = NO_PARTS) -> dict[str, RewardPlan]:
+    """Read the reward of each source of prompts; sources with equal rewards share a plan (UserError: see the plan)."""
+    functions, plans = {}, dict[str, RewardPlan]()
+    if parts.reward is not None:
+        from megatron_rl.rewards.functions import name_rewards
+
+        functions = name_rewards(parts.reward)
+    for name, view in config.by_source.items():
+        reward, longest = view.reward, view.data.max_response_length
+        models = () if reward.components else view.reward_model.roles
+        models = models if parts.reward_model is None else [REWARD_MODEL]
+        reward = replace(reward, components=[*reward.components, *(f"1.0 {model}" for model in models)])
+        same = (plan for plan in plans.values() if (plan.config, plan.max_response_length) == (reward, longest))
+        if (plan := next(same, None)) is None:
+            with naming(config, name):
+                plan = build_reward_plan(reward, longest, functions)
+        plans[name] = plan
+    return plans
+
+
 def check_mixture(config: DataConfig, train: PromptSet) -> None:
-    """Refuse `data.weights` if a file has no prompt left, and a function `data.shuffle` that fails (UserError)."""
+    """Refuse `data.sources` here, `data.weights` if a file has no prompt left, and a `data.shuffle` that fails."""
+    if config.sources:
+        raise UserError(
+            "a mixture of sources in a run without rollouts",
+            source="data.sources",
+            expected="data.train_files and data.weights",
+            hint="name the files there",
+        )
     if isinstance(order := train.find_order(config.shuffle), Callable):
         order(0)
     empty = [file for file, size in zip(config.train_files, train.file_sizes, strict=True) if not size]
@@ -179,7 +251,7 @@ class RlInputs:
     stop_token_ids: tuple[int, ...]
     train: PromptSet
     validation: dict[str, PromptSet]
-    reward_plan: RewardPlan
+    reward_plans: dict[str, RewardPlan]  # by source of prompts, see `RunConfig.by_source`
     plan: BatchPlan  # batch arithmetic for these prompts
     # A line for each setting without effect, prompt left out by its pass rate, ground truth that a rule cannot read,
     # and image-text model.
@@ -214,23 +286,17 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     POLICY_LOSSES.check(config.algorithm.policy_loss)
     LOSS_AGGREGATIONS.check(config.algorithm.loss_agg_mode)
     BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
-    reward = config.reward
-    models = () if reward.components else config.reward_model.roles
-    models = models if parts.reward_model is None else [REWARD_MODEL]
-    reward = replace(reward, components=[*reward.components, *(f"1.0 {model}" for model in models)])
-    functions = {}
-    if parts.reward is not None:
-        from megatron_rl.rewards.functions import name_rewards
-
-        functions = name_rewards(parts.reward)
-    reward_plan = build_reward_plan(reward, config.data.max_response_length, functions)
+    reward_plans = read_reward_plans(config, parts)
     roles, tokenizer = read_rl_models(config, spec, world_size)
     noted = note_models(config, roles, config.rollout.engine)
     policy = roles["actor"].shape
     rollout, files = config.rollout, find_model_files(config.model.path)
     stop_token_ids = find_stop_tokens(tokenizer, files, policy.vocab_size, rollout.stop_token_ids)
     stop = _read_stop(rollout.stop, tokenizer)
-    train, validation, notes = read_prompts(config, tokenizer, reward_plan)
+    if config.data.sources:
+        train, validation, notes = read_mixture(config, tokenizer, reward_plans)
+    else:
+        train, validation, notes = read_prompts(config, tokenizer, reward_plans[""])
     for name in rollout.validation_sets:
         if name not in validation:
             raise UserError(
@@ -240,7 +306,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
                 hint="a set is called after its file",
             )
     plan = BatchPlan.build(config, world_size, spec, len(train.prompts))
-    if reward_plan.takes_groups:
+    if any(reward_plan.takes_groups for reward_plan in reward_plans.values()):
         from megatron_rl.rewards.calls import check_dispatch
 
         check_dispatch(rollout.dispatch, plan.num_engines)
@@ -259,7 +325,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
         stop_token_ids=stop_token_ids,
         train=train,
         validation=validation,
-        reward_plan=reward_plan,
+        reward_plans=reward_plans,
         plan=plan,
         notes=idle + _NOT_READ + notes + noted,
         stop=stop,

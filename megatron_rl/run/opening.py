@@ -71,7 +71,9 @@ def find_dependencies(config: RunConfig) -> Dependencies:
     if isinstance(order := config.data.shuffle, str):
         found["train_files"].append(Path(order.rpartition(":")[0]))
     found["validation_files"] = [Path(file) for file in config.data.validation_files]
-    targets = [text.split(maxsplit=1)[-1] for text in config.reward.components] or [config.reward.function or ""]
+    rewards, targets = [one.reward for one in config.by_source.values()], list[str]()
+    for reward in rewards:
+        targets += [text.split(maxsplit=1)[-1] for text in reward.components] or [reward.function or ""]
     functions = {Path(target.rpartition(":")[0]) for target in targets if "://" not in target}
     functions = {path for path in functions if path.is_file()}  # rules have names, not files
     main = getattr(sys.modules["__main__"], "__file__", None)  # defines functions passed as objects
