@@ -46,23 +46,26 @@ def name_sources(settings: Sequence[Setting], mistakes: Mistakes) -> list[Settin
             (listed if _LISTED.fullmatch(setting.name) else others).append(setting)
     entries: dict[int, list[tuple[str, Setting]]] = {}
     for setting in listed:
-        if found := _LISTED.fullmatch(setting.name):
-            entries.setdefault(int(found[1]), []).append((found[2] or "", setting))
-    named: dict[str, str] = {}
+        if parts := _LISTED.fullmatch(setting.name):
+            entries.setdefault(int(parts[1]), []).append((parts[2] or "", setting))
+    named, found = dict[str, str](), list[Setting]()
     for number, entry in entries.items():
         with mistakes.collect():
             place, given = f"{SOURCES}[{number}] ({entry[0][1].source})", dict(entry)
             name = given["name"].value if "name" in given else None
             if not isinstance(name, str) or not _NAME.fullmatch(name):
-                found = repr(given[""].value) if "" in given else f"name = {name!r}"
+                what = repr(given[""].value) if "" in given else f"name = {name!r}"
                 expected = "a source: its name of letters, digits, _ and -, its files, and settings of its own"
-                raise UserError(f"{found} in an entry of {SOURCES}", source=place, expected=expected, hint=_HINT)
+                raise UserError(f"{what} in an entry of {SOURCES}", source=place, expected=expected, hint=_HINT)
             if name in named:
-                found, source = f"two sources are called {name!r}", f"{named[name]} and {place}"
-                raise UserError(found, source=source, expected="each name once", hint="rename one of the two")
+                what, source = f"two sources are called {name!r}", f"{named[name]} and {place}"
+                raise UserError(what, source=source, expected="each name once", hint="rename one of the two")
+            if "files" not in given:
+                what = f"{SOURCES}.{name}.files is missing"
+                raise UserError(what, source=place, expected="the files of its training prompts", hint=_HINT)
             named[name] = place
-            others += [replace(one, name=f"{SOURCES}.{name}.{key}") for key, one in entry if key != "name"]
-    return others
+            found += [replace(one, name=f"{SOURCES}.{name}.{key}") for key, one in entry if key != "name"]
+    return found + others
 
 
 def list_files(sources: Mapping[str, SourceConfig], leaf: str) -> list[str]:
@@ -148,6 +151,13 @@ def check_sources(config: CheckedConfig) -> None:
         config.apply(CheckedConfig.allow, "data.shuffle", True, why, "leave out data.sources")
     config.apply(_check_period)
     for name, view in run.by_source.items():
+        config.require(
+            _NAME.fullmatch(name) is not None,
+            f"{SOURCES}.{name}.files",
+            f"belongs to a source with the name {name!r}",
+            expected="letters, digits, _ and -",
+            hint="the name becomes part of the names of settings and metrics",
+        )
         mine = CheckedConfig(view, config.sources, config.mistakes, _list_titles(run, name))
         for rule in (check_agents, check_sampling, check_thinking, check_engine, check_reward):
             mine.apply(rule)
