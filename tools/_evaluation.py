@@ -24,7 +24,8 @@ from megatron_rl.rewards.answers import CORRECT_FROM, estimate_pass_at_k
 from megatron_rl.rewards.scoring import OVERLONG
 from megatron_rl.rollout.collector import correctness_of
 from megatron_rl.run.building import RunSinks, build_roles, build_rollout_members, check_agreement, group_timeout
-from megatron_rl.run.inputs import Parts, list_validation, localize, read_rl_inputs
+from megatron_rl.run.inputs import Parts, localize, read_rl_inputs
+from megatron_rl.run.mixed_inputs import list_validation
 from megatron_rl.samples.experience import Experience, rollout_row
 from megatron_rl.samples.table import FINISH_REASONS, Headers, join_headers
 from megatron_rl.training.packed_model import PackedModel

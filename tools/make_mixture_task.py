@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make three chat tasks for one run (`data.sources`): sums, products with a tool, and a program's pairs; no network.
+"""Make three chat tasks for one run (`data.sources`): swaps, products with a tool, and a program's pairs; no network.
 
-Sums are answered at once. Products need the tool `calculator`. Pairs are to be sorted for the program in
-launch/recipes/second_try.py, which says no to a wrong answer once. Most demonstrations are wrong: sums
-without a carry, rounded products without a call, pairs as they were given.
+Swaps are answered at once. Products need the tool `calculator`. Pairs are to be sorted for the program in
+launch/recipes/second_try.py, which says no to a wrong answer once. Most demonstrations are wrong:
+swaps and pairs as they were given, rounded products without a call.
 
 Invariants: the same arguments give byte-identical files; training and validation share no prompt; `task.json` is
 written last.
@@ -25,7 +25,7 @@ from tools._arguments import Arguments
 from tools.make_calculator_task import estimate
 from tools.make_toy_task import ARGUMENTS_FILE, already_made, write_model
 
-SOURCES = ("sums", "products", "pairs")
+SOURCES = ("swaps", "products", "pairs")
 FILES = (*(f"{name}{kind}.jsonl" for name in SOURCES for kind in ("", "_validation")), "demonstrations.jsonl")
 MODEL = {"hidden_size": 128, "intermediate_size": 512, "heads": 4, "kv_heads": 2, "layers": 3}
 LOWEST, HIGHEST = 10, 99
@@ -79,13 +79,13 @@ def make_rows(task: dict[str, Any]) -> dict[str, list[Row]]:
     chosen = generator.sample(pairs, task["train"] + task["validation"])
     files: dict[str, list[Row]] = {name.removesuffix(".jsonl"): [] for name in FILES}
     for number, (left, right) in enumerate(chosen):
-        carried = str(left + right - (10 if left % 10 + right % 10 > 9 else 0))
+        given, swapped = f"{left},{right}", f"{right},{left}"
         ordered = f"{min(left, right)},{max(left, right)}"
         call = f"{left}*{right}".join(_CALL)
         questions = {  # and answers, right and wrong
-            "sums": (f"{left}+{right}=", str(left + right), str(left + right), carried),
+            "swaps": (f"swap {given}", swapped, swapped, given),
             "products": (f"{left}*{right}=", str(left * right), call, str(estimate(left * 10, right * 10) // 100)),
-            "pairs": (f"sort {left},{right}", ordered, ordered, f"{left},{right}"),
+            "pairs": (f"sort {given}", ordered, ordered, given),
         }
         for name, (question, answer, good, bad) in questions.items():
             messages = [{"role": "user", "content": question}]
@@ -97,7 +97,7 @@ def make_rows(task: dict[str, Any]) -> dict[str, list[Row]]:
             tools = {"tools": [_TOOL]} if name == "products" else {}
             response = bad if generator.random() < task["error_rate"] else good
             files["demonstrations"].append({"prompt": messages, "response": response, **tools})
-            if name != "sums":  # the second turn
+            if name != "swaps":  # the second turn
                 said = [("tool", answer)] if tools else [("user", "no")]
                 messages = [*messages, {"role": "assistant", "content": call if tools else bad}]
                 messages += [{"role": role, "content": text} for role, text in said]
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory to write (created)", metavar="DIR")
     parser.add_argument("--train", type=int, default=2000, help="training prompts of each task", metavar="N")
     parser.add_argument("--validation", type=int, default=64, help="validation prompts of each task", metavar="N")
-    parser.add_argument("--error-rate", type=float, default=0.7, metavar="P", help="share of wrong demonstrations")
+    parser.add_argument("--error-rate", type=float, default=0.6, metavar="P", help="share of wrong demonstrations")
     parser.add_argument("--seed", type=int, default=1, help="seed of the prompts and of the weights")
     task = vars(parser.parse_args(arguments))
     out = task.pop("out")

@@ -56,7 +56,7 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mista
             config.require(False, name, **violation)
             config.mistakes.refused.add(name)
     for row in _ORDERED:
-        config.apply(check_order, *row)
+        config.apply(_check_order, *row)
     for rule in _RULES:
         config.apply(rule)
     config.mistakes.raise_all()
@@ -80,14 +80,13 @@ OVERLONG_BUFFER = (
 _ORDERED = (
     *((f"{role}.min_lr", operator.le, f"{role}.lr", "is above the peak", f"lower {role}.min_lr") for role in TRAINED),
     ("algorithm.importance_low", operator.lt, _HIGH, "is not below", "the defaults are 0.5 and 2.0"),
-    OVERLONG_BUFFER,
+    ("reward.overlong_buffer_length", operator.le, "data.max_response_length", "is more than", "give a shorter buffer"),
 )
 
 
-def check_order(
+def _check_order(
     config: CheckedConfig, name: str, holds: Callable[[Any, Any], bool], other: str, fault: str, hint: str
 ) -> None:
-    """Check that the setting `name` is at most, or below, the setting `other`."""
     limit = config.get(other)
     expected = f"{'at most' if holds is operator.le else 'below'} {limit!r}"
     config.require(holds(config.get(name), limit), name, f"{fault} {other} = {limit!r}", expected=expected, hint=hint)
@@ -127,8 +126,7 @@ def _check_data(config: CheckedConfig) -> None:
         )
 
 
-def check_reward(config: CheckedConfig) -> None:
-    """Check that `reward.function` names a function, and that the reward models of `reward.components` exist."""
+def _check_reward(config: CheckedConfig) -> None:
     function = config.get("reward.function")
     path, _, name = (function or "").rpartition(":")
     config.require(
@@ -186,14 +184,14 @@ def _check_features(config: CheckedConfig) -> None:
     if config.config.data.sources:
         from megatron_rl.config.mixture import check_sources
 
-        check_sources(config)
+        check_sources(config, _check_reward, lambda one: _check_order(one, *_ORDERED[-1]))
 
 
 _RULES = (
     _check_data,
     _check_features,
     _check_engine_size,
-    check_reward,
+    _check_reward,
     _check_packages,
     _check_run,
 )

@@ -25,7 +25,6 @@ import yaml
 
 from megatron_rl.config.algorithm import OPTIONS
 from megatron_rl.config.schema import ACTOR_DECIDES, MISSING, LayoutConfig, RunConfig
-from megatron_rl.config.sections import SourceConfig
 from megatron_rl.types import UserError
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -140,6 +139,8 @@ def list_fields(teachers: Iterable[str] = ("NAME",), sources: Iterable[str] = ("
             if section == "data":
                 del found[SOURCES]
                 for name in sources:
+                    from megatron_rl.config.source_settings import SourceConfig
+
                     found |= read_fields(SourceConfig, f"{SOURCES}.{name}")
             table |= found
     table.pop("algorithm.options")

@@ -8,16 +8,17 @@ errors name the source's setting, or the run's where the source has none.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.checked import CheckedConfig, Mistakes
-from megatron_rl.config.checks import OVERLONG_BUFFER, check_order, check_reward
 from megatron_rl.config.feature_checks import check_agents, check_engine, check_sampling, check_thinking
 from megatron_rl.config.fields import SOURCES, build_section
-from megatron_rl.config.schema import RewardConfig, RunConfig
-from megatron_rl.config.sections import LONGEST_PERIOD, MISSING, SourceConfig, reduce_weights
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections import LONGEST_PERIOD, MISSING, reduce_weights
+from megatron_rl.config.source_settings import SourceConfig, list_own
 from megatron_rl.config.sources import Setting, read_mapping
 from megatron_rl.types import UserError
 
@@ -91,53 +92,33 @@ def add_sources(values: dict[str, Any], names: Sequence[str], places: Mapping[st
     return notes
 
 
-# Settings of which a source's own replace all of the run's, and their values where the source has another of them.
-_CHOICES: dict[str, dict[str, Any]] = {
-    "agents": {"environment": None, "tools": [], "program": None},
-    "reward": {"function": None, "components": [], "rule": RewardConfig.rule},
-}
-
-
-def _list_own(source: SourceConfig, config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return the source's own settings: section -> leaf -> value."""
-    own: dict[str, dict[str, Any]] = {}
-    for section in ("data", "agents", "reward", "rollout"):
-        values = source.reward if section == "reward" else source
-        leaves = [item.name for item in fields(values) if hasattr(getattr(config, section), item.name)]
-        own[section] = {leaf: value for leaf in leaves if (value := getattr(values, leaf)) is not None}
-    return own
-
-
-def split_sources(config: RunConfig) -> dict[str, RunConfig]:
-    """Return the config of each source of `data.sources` by name, as if it were the only source of the run."""
-    found = {}
-    for name, source in config.data.sources.items():
-        own = _list_own(source, config)
-        for section, others in _CHOICES.items():
-            if own[section].keys() & others.keys():
-                own[section] = others | own[section]
-        own["data"] |= {"train_files": source.files, "sources": {}}
-        found[name] = config.with_sections(own)
-    return found
-
-
 def _list_titles(config: RunConfig, name: str) -> dict[str, str]:
     """Return the settings of a source by the names that they have in its config."""
     return {
         f"{section}.{leaf}": f"{SOURCES}.{name}.{'reward.' if section == 'reward' else ''}{leaf}"
-        for section, leaves in _list_own(config.data.sources[name], config).items()
+        for section, leaves in list_own(config.data.sources[name], config).items()
         for leaf in leaves
     } | {"data.train_files": f"{SOURCES}.{name}.files"}
 
 
-def name_settings(config: RunConfig, name: str, text: str) -> str:
-    """Replace names of settings in a text by the source's own settings where it has them."""
-    titles = _list_titles(config, name)
-    return re.sub(r"[a-z_]+\.[a-z_]+", lambda found: titles.get(found[0], found[0]), text)
+@contextmanager
+def naming_source(config: RunConfig, source: str) -> Iterator[None]:
+    """Name the source and its settings in a UserError that is raised in the `with` block."""
+    try:
+        yield
+    except UserError as error:
+        titles = _list_titles(config, source)
+        place = re.sub(r"[a-z_]+\.[a-z_]+", lambda found: titles.get(found[0], found[0]), error.source)
+        found = f"source {source}: {error.found}"
+        raise UserError(found, source=place, expected=error.expected, hint=error.hint) from error
 
 
-def check_sources(config: CheckedConfig) -> None:
-    """Record the mistakes in the settings of `data.sources`, and settings that do not work with them."""
+def check_sources(config: CheckedConfig, *rules: Callable[[CheckedConfig], None]) -> None:
+    """Record the mistakes in the settings of `data.sources`, and settings that do not work with them.
+
+    Args:
+        rules: further rules for the config of each source.
+    """
     run, sources = config.config, config.config.data.sources
     why = "beside data.sources, whose entries have files and weights of their own"
     config.apply(CheckedConfig.allow, "data.weights", None, why, "leave out data.sources")
@@ -159,12 +140,11 @@ def check_sources(config: CheckedConfig) -> None:
             hint="the name becomes part of the names of settings and metrics",
         )
         mine = CheckedConfig(view, config.sources, config.mistakes, _list_titles(run, name))
-        for rule in (check_agents, check_sampling, check_thinking, check_engine, check_reward):
+        for rule in (check_agents, check_sampling, check_thinking, check_engine, *rules):
             mine.apply(rule)
         for leaf in ("max_prompt_length", "max_response_length"):
             mine.apply(_check_length, f"data.{leaf}", config.get(f"data.{leaf}"))
-        mine.apply(check_order, *OVERLONG_BUFFER)
-        mine.apply(_check_models, bool(_list_own(sources[name], run)["reward"]))
+        mine.apply(_check_models, bool(list_own(sources[name], run)["reward"]))
 
 
 def _check_period(config: CheckedConfig) -> None:

@@ -427,7 +427,7 @@ class RunConfig:
         """Configs of the sources of prompts by name; without `data.sources`, this config by an empty name."""
         if not self.data.sources:
             return {"": self}
-        from megatron_rl.config.mixture import split_sources
+        from megatron_rl.config.source_settings import split_sources
 
         return split_sources(self)
 

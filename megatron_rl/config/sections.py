@@ -266,44 +266,10 @@ LONGEST_PERIOD = 100_000  # prompts after which a mixture of files repeats
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceReward:
-    """The reward of one source of prompts; a rule, function or components replace the run's."""
-
-    rule: Literal["exact", "math", "format", "by_data_source"] | None = option(None, "As reward.rule.")
-    answer: Literal["marked", "any"] | None = option(None, "As reward.answer.")
-    function: str | None = option(None, "As reward.function.")
-    components: list[str] | None = option(None, "As reward.components, without reward models.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceConfig:
-    """One source of a mixture; null takes the setting of the same name in data, agents, reward or rollout."""
-
-    files: list[str] = option(MISSING, "Its training prompts, as data.train_files.")
-    weight: float = option(1.0, "Its share of the prompts, on any scale.", gt=0, hint="leave the source out")
-    validation_files: list[str] = option(
-        [], "As data.validation_files; one file is the set NAME, several are NAME-FILE."
-    )
-    system_prompt: str | None = option(None, "As data.system_prompt.")
-    max_prompt_length: int | None = option(None, "As data.max_prompt_length, at most that.", "tokens", ge=1)
-    max_response_length: int | None = option(None, "As data.max_response_length, at most that.", "tokens", ge=1)
-    environment: str | None = option(None, "As agents.environment; it, tools or program replace the run's three.")
-    tools: list[str] | None = option(None, "As agents.tools.")
-    program: str | None = option(None, "As agents.program.")
-    max_turns: int | None = option(None, "As agents.max_turns.", "replies", ge=1)
-    turn_timeout_seconds: float | None = option(None, "As agents.turn_timeout_seconds.", "seconds", gt=0)
-    reward: SourceReward = SourceReward()
-    top_p: float | None = option(None, "As rollout.top_p.", gt=0, le=1)
-    top_k: int | None = option(None, "As rollout.top_k.", "tokens")
-    min_p: float | None = option(None, "As rollout.min_p.", ge=0, lt=1)
-    min_tokens: int | None = option(None, "As rollout.min_tokens.", "tokens", ge=0)
-
-
-@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Prompts: files and their columns, batch size, lengths, chat template."""
 
-    sources: dict[str, SourceConfig] = option(
+    sources: dict[str, Any] = option(
         {}, "A mixture of sources of prompts (docs/recipes.md), instead of train_files: a list, or by name."
     )
     train_files: list[str] = option(

@@ -7,12 +7,10 @@ With weights, files alternate in a fixed pattern: n prompts include n w of a fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from megatron_rl.data.prompts import PromptSet
 from megatron_rl.extension.user_code import call_function, find_function
 from megatron_rl.types import Prompt, UserError
 
@@ -55,17 +53,6 @@ def _take_turns(shares: Sequence[int]) -> list[int]:
         turns.append(min(due)[1])
         counts[turns[-1]] += 1
     return turns
-
-
-def join_sources(parts: Mapping[str, PromptSet]) -> PromptSet:
-    """Join the prompts of sources, source after source, under ids of their own; each source counts as one file."""
-    prompts, starts, first = list[Prompt](), list[int](), 0
-    for name, part in parts.items():
-        starts.append(first)
-        prompts += [replace(one, prompt_id=first + one.prompt_id, source=name) for one in part.prompts]
-        first += len(part.prompts) + part.num_dropped
-    counts = (sum(getattr(part, name) for part in parts.values()) for name in ("num_truncated", "num_dropped"))
-    return PromptSet(prompts, *counts, starts)
 
 
 def find_order(name: str, prompts: Sequence[Prompt]) -> Callable[[int], np.ndarray]:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -494,13 +495,11 @@ class Collector:
 
     def sampling_by_source(self, temperature: float | None = None) -> SamplingConfig:
         """Return the settings of `sampling` for prompts of all sources."""
-        common = self.sampling(temperature)
         if not self._config.data.sources:
-            return common
-        from megatron_rl.rollout.mixture import MixedSampling
+            return self.sampling(temperature)
+        from megatron_rl.rollout.by_source import mix_sampling
 
-        views = self._config.by_source.items()
-        return MixedSampling(**vars(common), by_source={name: self.sampling(temperature, one) for name, one in views})
+        return mix_sampling(self._config, partial(self.sampling, temperature))
 
     def _score(
         self,

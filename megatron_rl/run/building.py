@@ -332,7 +332,7 @@ def build_rollout_members(
     if parts.rollouts:
         return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, models)
     if config.data.sources:
-        from megatron_rl.rollout.mixture import MixedScorer
+        from megatron_rl.rollout.by_source import MixedScorer
 
         scorer = MixedScorer(plans, read)
     else:

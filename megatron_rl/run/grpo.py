@@ -205,7 +205,7 @@ class Trainer:
             )
         self.run.count(describe_sources(headers, [prompt.data_source for prompt in samples.prompts]))
         if self.config.data.sources:
-            from megatron_rl.rollout.mixture import describe_mixture
+            from megatron_rl.rollout.by_source import describe_mixture
 
             self.run.count(describe_mixture(headers, samples.prompts))
         self.run.count(self.policy.describe_reshard() | samples.measure_bytes())

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -154,67 +153,18 @@ def read_prompts(
     return train, validation, notes
 
 
-@contextmanager
-def naming(config: RunConfig, source: str) -> Iterator[None]:
-    """Name the source and its settings in a UserError that is raised in the `with` block; do nothing for "" ."""
-    try:
-        yield
-    except UserError as error:
-        if not source:
-            raise
-        from megatron_rl.config.mixture import name_settings
-
-        place = name_settings(config, source, error.source)
-        found = f"source {source}: {error.found}"
-        raise UserError(found, source=place, expected=error.expected, hint=error.hint) from error
-
-
-def read_mixture(
-    config: RunConfig, tokenizer: Tokenizer, reward_plans: Mapping[str, RewardPlan]
-) -> tuple[PromptSet, dict[str, PromptSet], list[str]]:
-    """Read and check the prompts of all sources in `data.sources`; return and raise as `read_prompts`."""
-    from megatron_rl.data.chosen_order import join_sources
-
-    parts, sets, notes = dict[str, PromptSet](), list[PromptSet](), list[str]()
-    for name, view in config.by_source.items():
-        with naming(config, name):
-            parts[name], validation, noted = read_prompts(view, tokenizer, reward_plans[name])
-        notes += [f"source {name}: {note}" for note in noted]
-        for found in validation.values():
-            sets.append(replace(found, prompts=[replace(prompt, source=name) for prompt in found.prompts]))
-    total = sum(source.weight for source in config.data.sources.values())
-    for name, source in config.data.sources.items():
-        notes.append(f"source {name}: {source.weight / total:.2%} of the prompts, from {len(parts[name].prompts)}")
-    return join_sources(parts), dict(zip(list_validation(config), sets, strict=True)), notes
-
-
-def list_validation(config: RunConfig) -> dict[str, str]:
-    """Return the validation files by the names of their sets; of a source with one file, its name."""
-    found: dict[str, str] = {}
-    for source, view in config.by_source.items():
-        for name, file in (named := name_files(view.data.validation_files)).items():
-            found[f"{source}-{name}" if source and len(named) > 1 else source or name] = file
-    return found
-
-
-def read_reward_plans(config: RunConfig, parts: Parts = NO_PARTS) -> dict[str, RewardPlan]:
-    """Read the reward of each source of prompts; sources with equal rewards share a plan (UserError: see the plan)."""
-    functions, plans = {}, dict[str, RewardPlan]()
+def read_reward(config: RunConfig, parts: Parts) -> RewardPlan:
+    """Read the reward of a run, or of one source of prompts (UserError: see `build_reward_plan`)."""
+    reward = config.reward
+    models = () if reward.components else config.reward_model.roles
+    models = models if parts.reward_model is None else [REWARD_MODEL]
+    reward = replace(reward, components=[*reward.components, *(f"1.0 {model}" for model in models)])
+    functions = {}
     if parts.reward is not None:
         from megatron_rl.rewards.functions import name_rewards
 
         functions = name_rewards(parts.reward)
-    for name, view in config.by_source.items():
-        reward, longest = view.reward, view.data.max_response_length
-        models = () if reward.components else view.reward_model.roles
-        models = models if parts.reward_model is None else [REWARD_MODEL]
-        reward = replace(reward, components=[*reward.components, *(f"1.0 {model}" for model in models)])
-        same = (plan for plan in plans.values() if (plan.config, plan.max_response_length) == (reward, longest))
-        if (plan := next(same, None)) is None:
-            with naming(config, name):
-                plan = build_reward_plan(reward, longest, functions)
-        plans[name] = plan
-    return plans
+    return build_reward_plan(reward, config.data.max_response_length, functions)
 
 
 def check_mixture(config: DataConfig, train: PromptSet) -> None:
@@ -286,7 +236,12 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     POLICY_LOSSES.check(config.algorithm.policy_loss)
     LOSS_AGGREGATIONS.check(config.algorithm.loss_agg_mode)
     BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
-    reward_plans = read_reward_plans(config, parts)
+    if config.data.sources:
+        from megatron_rl.run.mixed_inputs import read_rewards
+
+        reward_plans = read_rewards(config, partial(read_reward, parts=parts))
+    else:
+        reward_plans = {"": read_reward(config, parts)}
     roles, tokenizer = read_rl_models(config, spec, world_size)
     noted = note_models(config, roles, config.rollout.engine)
     policy = roles["actor"].shape
@@ -294,7 +249,10 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     stop_token_ids = find_stop_tokens(tokenizer, files, policy.vocab_size, rollout.stop_token_ids)
     stop = _read_stop(rollout.stop, tokenizer)
     if config.data.sources:
-        train, validation, notes = read_mixture(config, tokenizer, reward_plans)
+        from megatron_rl.run.mixed_inputs import read_mixture
+
+        read = partial(read_prompts, tokenizer=tokenizer)
+        train, validation, notes = read_mixture(config, lambda name, one: read(one, reward_plan=reward_plans[name]))
     else:
         train, validation, notes = read_prompts(config, tokenizer, reward_plans[""])
     for name in rollout.validation_sets:

@@ -175,7 +175,7 @@ def read_settings(
     Raises:
         UserError: the recipe is not YAML.
     """
-    fields = list_fields()
+    fields = list_fields(sources=())
     if not recipe or isinstance(recipe, Mapping):
         settings = read_mapping(recipe or {}, mistakes)
     else:
@@ -245,7 +245,7 @@ def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
 
 
 def _without_empty_sections(settings: list[Setting], mistakes: Mistakes) -> list[Setting]:
-    sections = {*(name.rpartition(".")[0] for name in list_fields()), TEACHERS, PREFIX}
+    sections = {*(name.rpartition(".")[0] for name in list_fields(sources=())), TEACHERS, PREFIX}
     for setting in settings:
         if setting.name in sections and setting.value not in (None, "hf_model"):  # a file of verl's
             error = UserError(

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.fields import dump_yaml
-from megatron_rl.data.chosen_order import join_sources
 from megatron_rl.data.prompts import PromptBatches, PromptSet
 from megatron_rl.rewards.plan import build_reward_plan
-from megatron_rl.rollout.mixture import MixedScorer, describe_mixture
+from megatron_rl.rollout.by_source import MixedScorer, describe_mixture
 from megatron_rl.run.loading import load_config
+from megatron_rl.run.mixed_inputs import join_sources
 from megatron_rl.samples.table import build_headers
 from megatron_rl.types import Prompt, Rollout, UserError, UserErrors
 

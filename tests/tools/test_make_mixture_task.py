@@ -22,12 +22,12 @@ def test_answers_are_right_and_demonstrations_call_the_tool(tmp_path: Path, caps
     files = [{file.name: file.read_bytes() for file in task.rglob("*") if file.is_file()} for task in tasks]
     assert files[0] == files[1] and {*tool.FILES, "task.json", "model.safetensors"} <= files[0].keys()
     assert tool.main(["--out", str(tasks[0]), *SMALL]) == 0 and "nothing to do" in capsys.readouterr().out
-    for name, sign in (("sums", "+"), ("products", "*")):
+    for name, sign in (("swaps", ","), ("products", "*")):
         rows = [json.loads(line) for line in files[0][f"{name}.jsonl"].splitlines()]
         assert len(rows) == 40
         for row in rows:
-            left, right = map(int, row["prompt"][0]["content"].rstrip("=").split(sign))
-            assert int(row["answer"]) == (left + right if sign == "+" else left * right)
+            left, right = row["prompt"][0]["content"].removeprefix("swap ").rstrip("=").split(sign)
+            assert row["answer"] == (f"{right},{left}" if sign == "," else str(int(left) * int(right)))
     tokenizer = HuggingFaceTokenizer(tasks[0] / "model")
     tools = describe_tools(["calculator"])
     shown = [json.loads(line) for line in files[0]["demonstrations.jsonl"].splitlines()]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import SamplingConfig
 from megatron_rl.rewards.plan import open_scorer
 from megatron_rl.rewards.scoring import RewardPlan
@@ -36,6 +37,12 @@ class MixedSampling(SamplingConfig):
                 hint="take them from the run's inputs, or set Prompt.source",
             )
         return self.by_source[source]
+
+
+def mix_sampling(config: RunConfig, find: Callable[[RunConfig], SamplingConfig]) -> MixedSampling:
+    """Return the sampling parameters that `find` returns for the config of the run and of each of its sources."""
+    by_source = {name: find(one) for name, one in config.by_source.items()}
+    return MixedSampling(**vars(find(config)), by_source=by_source)
 
 
 class MixedScorer:
