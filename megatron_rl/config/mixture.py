@@ -24,7 +24,6 @@ from megatron_rl.types import UserError
 
 _LISTED = re.compile(r"data\.sources\[(\d+)\](?:\.(.+))?")
 _NAME = re.compile(r"[\w-]+")
-_HINT = "e.g. {name: sums, files: [sums.jsonl], weight: 0.5}"
 
 
 def name_sources(settings: Sequence[Setting], mistakes: Mistakes) -> list[Setting]:
@@ -55,15 +54,26 @@ def name_sources(settings: Sequence[Setting], mistakes: Mistakes) -> list[Settin
             place, given = f"{SOURCES}[{number}] ({entry[0][1].source})", dict(entry)
             name = given["name"].value if "name" in given else None
             if not isinstance(name, str) or not _NAME.fullmatch(name):
-                what = repr(given[""].value) if "" in given else f"name = {name!r}"
-                expected = "a source: its name of letters, digits, _ and -, its files, and settings of its own"
-                raise UserError(f"{what} in an entry of {SOURCES}", source=place, expected=expected, hint=_HINT)
+                raise UserError(
+                    f"{given[''].value if '' in given else name!r} is no name of a source in {SOURCES}",
+                    source=place,
+                    expected="name: letters, digits, _ and -, and beside it files and other settings",
+                    hint="e.g. {name: sums, files: [sums.jsonl], weight: 0.5}",
+                )
             if name in named:
-                what, source = f"two sources are called {name!r}", f"{named[name]} and {place}"
-                raise UserError(what, source=source, expected="each name once", hint="rename one of the two")
+                raise UserError(
+                    f"two sources are called {name!r}",
+                    source=f"{named[name]} and {place}",
+                    expected="each name once",
+                    hint="rename one of the two",
+                )
             if "files" not in given:
-                what = f"{SOURCES}.{name}.files is missing"
-                raise UserError(what, source=place, expected="the files of its training prompts", hint=_HINT)
+                raise UserError(
+                    f"{SOURCES}.{name}.files is missing",
+                    source=place,
+                    expected="the files of its training prompts",
+                    hint="add files: [FILE.jsonl]",
+                )
             named[name] = place
             found += [replace(one, name=f"{SOURCES}.{name}.{key}") for key, one in entry if key != "name"]
     return found + others
