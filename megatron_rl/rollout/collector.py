@@ -49,6 +49,7 @@ from megatron_rl.samples.table import Headers, Payload, build_headers, gather_he
 from megatron_rl.types import FAILED, Prompt, Rollout, UserError
 
 if TYPE_CHECKING:
+    from megatron_rl.rollout.by_source import MixedScorer
     from megatron_rl.rollout.schedule_trace import ScheduleTrace
 
 
@@ -338,7 +339,7 @@ def describe_kept(
 class RewardSources:
     """Scorer of local reward sources, and reward models."""
 
-    scorer: Scorer
+    scorer: Scorer | MixedScorer
     # Adds the scores of reward models to the rewards of samples; collective.
     add_scores: Callable[[Experience], Experience] | None
     needs_greedy_baseline: bool  # whether the advantage estimator uses rewards of greedy responses (ReMax)

@@ -70,5 +70,5 @@ def join_sources(parts: Mapping[str, PromptSet]) -> PromptSet:
         starts.append(first)
         prompts += [replace(one, prompt_id=first + one.prompt_id, source=name) for one in part.prompts]
         first += len(part.prompts) + part.num_dropped
-    counts = (sum(getattr(part, name) for part in parts.values()) for name in ("num_truncated", "num_dropped"))
-    return PromptSet(prompts, *counts, starts)
+    num_truncated = sum(part.num_truncated for part in parts.values())
+    return PromptSet(prompts, num_truncated, sum(part.num_dropped for part in parts.values()), starts)
