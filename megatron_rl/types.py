@@ -122,6 +122,7 @@ class Prompt:
         row: all columns except the prompt's.
         messages: before the template, or `None` for plain text.
         tools: in OpenAI format.
+        source: name of its source in `data.sources`; empty without them.
     """
 
     prompt_id: int
@@ -133,6 +134,7 @@ class Prompt:
     row: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] = field(default_factory=list)
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

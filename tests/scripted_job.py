@@ -182,7 +182,10 @@ class Job:
             agents=AgentsConfig(environment=None if self.turns is None else "scripted", episodes_in_flight=5),
             trainer=SimpleNamespace(seed=1, max_failed_share=0.5),
             data=SimpleNamespace(
-                train_batch_size=BATCH, max_response_length=SAMPLING.max_tokens, curriculum=self.curriculum
+                sources={},
+                train_batch_size=BATCH,
+                max_response_length=SAMPLING.max_tokens,
+                curriculum=self.curriculum,
             ),
             algorithm=SimpleNamespace(
                 dynamic_sampling=self.rounds is not None,
@@ -191,6 +194,8 @@ class Job:
                 mask_truncated=False,
             ),
         )
+        config.by_source, config.is_truncated = {"": config}, False
+        config.has_episodes = config.agents.has_episodes
         processes: Any = None if self.turns is None else ScriptedProcesses(self.pause, self.turns)
         self.generator = RolloutGenerator(
             BuiltEngine(engine, engine, "scripted", engines),

@@ -13,7 +13,7 @@ import pickle
 import random
 import socket
 import time
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
@@ -233,15 +233,59 @@ class EpisodeProcesses:
         return Answer(finish_reason=reason, failure=failure)
 
 
-AnyEpisodes = EpisodeProcesses | EpisodesInRank
+class MixedEpisodes:
+    """The episodes of a rank from several sources of prompts, each with an environment of its own."""
+
+    def __init__(self, by_source: Mapping[str, EpisodeProcesses | EpisodesInRank]) -> None:
+        self._by_source = by_source
+        self._running: dict[Hashable, EpisodeProcesses | EpisodesInRank] = {}
+
+    def open(self, key: Hashable, prompt: Prompt) -> None:
+        """Start an episode of the prompt's source (UserError: see `EpisodeProcesses.open`)."""
+        self._running[key] = self._by_source[prompt.source]
+        self._running[key].open(key, prompt)
+
+    def send_reply(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
+        """Send the policy's reply to an episode."""
+        self._running[key].send_reply(key, tokens, logprobs, finish_reason)
+
+    def wait(self) -> dict[Any, Answer]:
+        """Wait for the answers of all sources since the last wait; return them by key."""
+        found = [episodes.wait() for episodes in self._by_source.values()]
+        return {key: answer for answers in found for key, answer in answers.items()}
+
+    def close(self, key: Hashable) -> None:
+        """End an episode."""
+        if key in self._running:
+            self._running.pop(key).close(key)
+
+    def close_all(self) -> None:
+        """End all episodes."""
+        for episodes in self._by_source.values():
+            episodes.close_all()
+        self._running.clear()
+
+
+AnyEpisodes = EpisodeProcesses | EpisodesInRank | MixedEpisodes
 
 
 def choose_episodes(
     config: RunConfig, tokenizer: str, stop_token_ids: tuple[int, ...], is_debugged: bool
 ) -> AnyEpisodes:
     """Return the rank's episode runner; programs run in separate processes even on a debugged rank."""
+    found: dict[str, EpisodeProcesses | EpisodesInRank] = {}
+    for name, view in config.by_source.items():
+        if view.agents.has_episodes:
+            setup = _set_up(view, tokenizer, stop_token_ids)
+            is_here = is_debugged and setup.program is None
+            seconds = view.agents.turn_timeout_seconds
+            found[name] = EpisodesInRank(setup) if is_here else EpisodeProcesses(setup, seconds)
+    return found.get("") or MixedEpisodes(found)
+
+
+def _set_up(config: RunConfig, tokenizer: str, stop_token_ids: tuple[int, ...]) -> Setup:
     agents, data = config.agents, config.data
-    setup = Setup(
+    return Setup(
         environment=agents.environment,
         tokenizer=tokenizer,
         options=data.apply_chat_template_kwargs,
@@ -257,6 +301,3 @@ def choose_episodes(
         reads_marks=data.special_tokens_in_contents,
         sandbox=agents.sandbox if agents.sandbox.kind else None,
     )
-    if is_debugged and setup.program is None:
-        return EpisodesInRank(setup)
-    return EpisodeProcesses(setup, agents.turn_timeout_seconds)

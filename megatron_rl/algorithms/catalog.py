@@ -216,7 +216,7 @@ def _find_early_reader(config: RunConfig, estimator: RegisteredEstimator) -> str
         return "algorithm.kl_in = 'reward' makes rewards of them"
     if config.teachers and algorithm.distillation.kind == SAMPLED:
         return "algorithm.distillation makes advantages of them"
-    return find_early_reader_of_loss(algorithm, minibatches, has_branches=config.agents.has_episodes)
+    return find_early_reader_of_loss(algorithm, minibatches, has_branches=config.has_episodes)
 
 
 def find_early_reader_of_loss(algorithm: AlgorithmConfig, minibatches: int, *, has_branches: bool) -> str:

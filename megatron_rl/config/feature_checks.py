@@ -218,7 +218,7 @@ def _check_layers(config: CheckedConfig) -> None:
     config.exclude("actor.mtp_lr", *((name, value, why) for name, value in needed))
 
 
-def _check_engine(config: CheckedConfig) -> None:
+def check_engine(config: CheckedConfig) -> None:
     """Refuse settings that the engine does not support."""
     supports, engine = config.supports, config.get("rollout.engine")
     for ability, name, value, why in (
@@ -386,7 +386,7 @@ def _check_validation_sets(config: CheckedConfig) -> None:
 _EPISODES = ("agents.environment", "agents.tools", "agents.program")
 
 
-def _check_thinking(config: CheckedConfig) -> None:
+def check_thinking(config: CheckedConfig) -> None:
     """Refuse a thinking budget, which inserts tokens into responses, with episodes or `trainer.capture_step`."""
     name, budget = "rollout.thinking_budget", config.get("rollout.thinking_budget")
     sets = (config.get("rollout.for_validation")(one) for one in ("", *config.get("rollout.validation_sets")))
@@ -405,7 +405,7 @@ def _check_thinking(config: CheckedConfig) -> None:
     config.allow("trainer.capture_step", None, why, f"leave out {name}")
 
 
-def _check_sampling(config: CheckedConfig) -> None:
+def check_sampling(config: CheckedConfig) -> None:
     """Check `top_k` and `min_tokens`; refuse truncated sampling if the step mode or the engine does not support it."""
     for name in ("rollout.top_k", "rollout.validation_top_k"):
         value = config.get(name)
@@ -470,7 +470,7 @@ def _check_schedule(config: CheckedConfig) -> None:
     )
 
 
-def _check_agents(config: CheckedConfig) -> None:
+def check_agents(config: CheckedConfig) -> None:
     """Refuse settings that do not work with episodes of several turns."""
     names = [name for name in _EPISODES if config.get(name)]
     if not names:
@@ -647,15 +647,15 @@ _RULES = (
     _check_further,
     _check_quantization,
     _check_zero_stages,
-    _check_engine,
-    _check_sampling,
-    _check_thinking,
+    check_engine,
+    check_sampling,
+    check_thinking,
     _check_precision,
     _check_bitwise,
     _check_server,
     _check_routes,
     _check_schedule,
-    _check_agents,
+    check_agents,
     _check_layers,
     _check_gdpo,
     _check_teachers,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from megatron_rl.config.algorithm import AlgorithmConfig, PreferenceConfig
@@ -426,6 +427,25 @@ class RunConfig:
             changes[name] = {leaf: getattr(self.actor, leaf) for leaf in ACTOR_DECIDES if hasattr(section, leaf)}
         return self.with_sections(changes)
 
+    @cached_property
+    def by_source(self) -> dict[str, RunConfig]:
+        """Configs of the sources of prompts by name; without `data.sources`, this config by an empty name."""
+        if not self.data.sources:
+            return {"": self}
+        from megatron_rl.config.source_settings import split_sources
+
+        return split_sources(self)
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether a source of prompts has episodes of several turns."""
+        return any(one.agents.has_episodes for one in self.by_source.values())
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether rollouts of a source of prompts are drawn from a part of the vocabulary."""
+        return any(one.rollout.is_truncated for one in self.by_source.values())
+
     @property
     def reference_layout(self) -> ActorConfig:
         """The actor's section, with the reference's token budget."""
@@ -433,9 +453,11 @@ class RunConfig:
         return replace(self.actor, max_tokens_per_microbatch=budget)
 
     def section(self, name: str) -> Any:
-        """Return a section by its name, also `teachers.NAME` and `reward_model.further.NAME`."""
+        """Return a section by its name, also `teachers.NAME`, `reward_model.further.NAME` and `data.sources.NAME`."""
         first, _, inner = name.partition(".")
         section = getattr(self, first)
+        if first == "data" and inner:
+            return section.sources[inner.partition(".")[2]]
         if first == "reward_model" and inner:
             given = {"further": {}, **section.further[inner.partition(".")[2]]}
             if given.get("tensor_model_parallel_size") == 1:

@@ -311,6 +311,9 @@ class CurriculumConfig:
 class DataConfig:
     """Prompts: files and their columns, batch size, lengths, chat template."""
 
+    sources: dict[str, Any] = option(
+        {}, "A mixture of sources of prompts (docs/recipes.md), instead of train_files: a list, or by name."
+    )
     train_files: list[str] = option(
         MISSING,
         "JSONL or parquet files with training prompts, reasoning-gym:NAME, "
@@ -334,6 +337,9 @@ class DataConfig:
         "error",
         "Prompts longer than max_prompt_length: refuse, keep the end (truncate), the beginning (truncate_right) or"
         " both (truncate_middle), or drop. Chats lose messages, never the template.",
+    )
+    system_prompt: str | None = option(
+        None, "System message of chats that have none; plain text prompts are refused with it."
     )
     apply_chat_template_kwargs: dict[str, Any] = option(
         {}, "Options of the chat template, such as enable_thinking; a row's column chat_template_kwargs overrides them."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders of prompts that a config chooses: files that take turns by `data.weights`, and a function, `data.shuffle`;
+"""Orders of prompts that a config chooses: files or sources that take turns by weights, and a function, `data.shuffle`;
 and the teacher of each prompt.
 
 With weights, files alternate in a fixed pattern: n prompts include n w of a file with share w, within less than one

@@ -158,6 +158,10 @@ def fit_rows(
             starts.append(row.index)
         prepare(row)
         row.columns[cfg.prompt_key] = parse_messages(row.require(cfg.prompt_key))
+        if cfg.system_prompt is not None:
+            from megatron_rl.data.chats import add_system_prompt
+
+            add_system_prompt(row, cfg.prompt_key, cfg.system_prompt)
         found, is_too_long = fit(row)
         counts["dropped" if found is None else "kept"] += 1
         if found is not None:

@@ -41,7 +41,8 @@ _MOST_CONNECTIONS = 32
 _CONNECTION_SECONDS = 30.0
 # Titles of the charts, in the order of the page; `chart` of a metric names one of them.
 CHARTS = (
-    "reward", "reward components", "loss", "validation accuracy", "seconds per step", "tokens per second",
+    "reward", "reward components", "reward by source", "loss", "validation accuracy",
+    "seconds per step", "tokens per second",
     "KL to the reference", "entropy", "tokens of all responses", "truncated responses, groups without signal",
     "gradient norm", "clipped tokens", "learning rate", "engine against trainer", "explained variance",
     "load of the busiest expert", "dead experts", "entropy of routers", "staleness", "busy engines",

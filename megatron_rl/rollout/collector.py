@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ from megatron_rl.samples.table import Headers, Payload, build_headers, gather_he
 from megatron_rl.types import FAILED, Prompt, Rollout, UserError
 
 if TYPE_CHECKING:
+    from megatron_rl.rollout.by_source import MixedScorer
     from megatron_rl.rollout.schedule_trace import ScheduleTrace
 
 
@@ -79,7 +81,7 @@ class RolloutStream:
         self.prompts: Any = order.prompts
         self._carried = generator.open(order)
         self.runs_ahead = clock.training is not None  # dedicated engines generate during training
-        self._schedule, self._rollout, self._agents = config.schedule, config.rollout, config.agents
+        self._schedule, self._rollout, self._config = config.schedule, config.rollout, config
         self._drains = config.schedule.updates == "drain"
         self._batch_size, self._group_size = config.data.train_batch_size, order.group_size
         self._step = 0  # step of the last phase
@@ -206,8 +208,8 @@ class RolloutStream:
             "taken": sorted({*span} - {*self._open}),
             "group_size": self._group_size,
             "order": self._schedule.order,
-            "truncated": self._rollout.is_truncated,
-            "episodes": self._agents.has_episodes,
+            "truncated": self._config.is_truncated,
+            "episodes": self._config.has_episodes,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -276,7 +278,7 @@ def open_stream(
 class RewardSources:
     """Scorer of local reward sources, and reward models."""
 
-    scorer: Scorer
+    scorer: Scorer | MixedScorer
     # Adds the scores of reward models to the rewards of samples, given the step of each prompt; collective.
     add_scores: Callable[[Experience, Sequence[int]], Experience] | None
     needs_greedy_baseline: bool  # whether the advantage estimator uses rewards of greedy responses (ReMax)
@@ -329,7 +331,7 @@ class Collector:
             failed = self._check_failures(parts, f"step {step}")
         found = sum(informative)
         metrics = {name: value for part in parts for name, value in part.metrics.items()}
-        if self._config.agents.has_episodes:
+        if self._config.has_episodes:
             metrics["agents/failed"] = failed
         if curriculum is not None:
             metrics |= curriculum.describe()
@@ -344,22 +346,22 @@ class Collector:
         in_order = sorted(range(len(informative)), key=lambda group: not informative[group])  # informative groups first
         samples = Experience.join(parts, in_order[:wanted], metrics)
         if self._rewards.needs_greedy_baseline:  # ReMax, arXiv 2310.10505
-            samples.add_baselines(self.generate(SampleGroups(samples.prompts, 1, self.sampling(0.0), step)))
+            samples.add_baselines(self.generate(SampleGroups(samples.prompts, 1, self.sampling_by_source(0.0), step)))
         return samples
 
     def _draw(self, step: int, round: int, missing: int) -> Experience:
         prompts = self._stream.next_batch()
         if prompts is not None:
-            return self.generate(SampleGroups(prompts, self._config.rollout.n, self.sampling(), step, round))
+            return self.generate(SampleGroups(prompts, self._config.rollout.n, self.sampling_by_source(), step, round))
         with self._timers.phase("rollout"):
-            taken = self._stream.take(self.sampling(), self._on_finished, missing, round)
+            taken = self._stream.take(self.sampling_by_source(), self._on_finished, missing, round)
         samples = self._score(taken.prompts, taken.rollouts, taken.steps)
         samples.metrics.update(taken.metrics)
         return samples
 
     def run_ahead(self) -> None:
         """Let dedicated engines generate until training ends; collective."""
-        self._stream.run_ahead(self.sampling(), self._on_finished)
+        self._stream.run_ahead(self.sampling_by_source(), self._on_finished)
 
     def validate(
         self, validation: dict[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
@@ -368,14 +370,15 @@ class Collector:
         config, metrics = self._config, {}
         for name, prompt_set in validation.items():
             drawn = config.rollout.for_validation(name)
-            base, budget = self.sampling(drawn.temperature), drawn.thinking_budget
+            view = config.by_source.get(prompt_set.prompts[0].source, config)
+            base, budget = self.sampling(drawn.temperature, view), drawn.thinking_budget
             sampling = replace(base, top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0, thinking_budget=budget)
             parts = [self.generate(SampleGroups(prompt_set.prompts, drawn.n, sampling, step=0), with_answers=True)]
             headers = join_headers([part.headers for part in parts]).rollouts
             correct, answers = (x.reshape(-1, drawn.n).tolist() for x in (correctness_of(headers), headers["answer"]))
             found = compute_validation_metrics(correct, answers)
             failed = self._check_failures(parts, f'the validation set "{name}"')
-            if self._config.agents.has_episodes:
+            if self._config.has_episodes:
                 found["failed"] = failed
             metrics |= {f"validation/{name}/{metric}": value for metric, value in found.items()}
             if on_set is not None:
@@ -417,12 +420,17 @@ class Collector:
                 )
         return float(episodes.mean())
 
-    def sampling(self, temperature: float | None = None) -> SamplingConfig:
-        """Return the settings for training or, with a `temperature`, for validation and baselines (no `min_tokens`)."""
-        rollout = self._config.rollout
+    def sampling(self, temperature: float | None = None, config: RunConfig | None = None) -> SamplingConfig:
+        """Return the settings for training or, with a `temperature`, for validation and baselines (no `min_tokens`).
+
+        Args:
+            config: of a source of prompts; by default the run's.
+        """
+        config = config or self._config
+        rollout = config.rollout
         return SamplingConfig(
             rollout.temperature if temperature is None else temperature,
-            self._config.data.max_response_length,
+            config.data.max_response_length,
             self._stop_token_ids,
             rollout.top_p,
             rollout.top_k,
@@ -432,6 +440,14 @@ class Collector:
             rollout.thinking_budget,
         )
 
+    def sampling_by_source(self, temperature: float | None = None) -> SamplingConfig:
+        """Return the settings of `sampling` for prompts of all sources."""
+        if not self._config.data.sources:
+            return self.sampling(temperature)
+        from megatron_rl.rollout.by_source import mix_sampling
+
+        return mix_sampling(self._config, partial(self.sampling, temperature))
+
     def _score(
         self,
         prompts: Sequence[Prompt],
@@ -439,11 +455,11 @@ class Collector:
         steps: Sequence[int],
         with_answers: bool = False,
     ) -> Experience:
-        has_kept = self._config.rollout.is_truncated and not with_answers
+        has_kept = self._config.is_truncated and not with_answers
         with self._timers.phase("reward"):
             headers, num_bytes = self._score_here(held, steps, with_answers)
             route_shape = None if with_answers else self.generator.route_shape
-            ranks, has_episodes = np.array(self.generator.engines.of), self._config.agents.has_episodes
+            ranks, has_episodes = np.array(self.generator.engines.of), self._config.has_episodes
             branches = index_branches(held, headers)
             has_states = has_episodes and not with_answers and self._rewards.needs_turns
             payload = Payload(branches, ranks, num_bytes, has_kept, route_shape, has_episodes, has_states)
@@ -473,7 +489,7 @@ class Collector:
         """
         scorer, place = self._rewards.scorer, self.generator.place_in_engine
         # Only the engine's first rank has started scoring, or has the results of episodes, or scores whole groups.
-        if scorer.is_concurrent or self._config.agents.has_episodes or scorer.takes_groups:
+        if scorer.is_concurrent or self._config.has_episodes or scorer.takes_groups:
             mine = held if place == 0 else []
         else:
             mine = held[place :: self.generator.engines.width]

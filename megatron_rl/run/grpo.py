@@ -202,9 +202,13 @@ class Trainer:
             ends = [*{0, len(samples.rewards) - 1}]
             fetch = partial(samples.fetch_rollouts, ends, self.inputs.tokenizer.decode)
             self.run.announce(
-                step, "no-signal", explain_silence(headers.rollouts, found, fetch, self.inputs.reward_plan)
+                step, "no-signal", explain_silence(headers.rollouts, found, fetch, self.inputs.reward_plans)
             )
         self.run.count(describe_sources(headers, [prompt.data_source for prompt in samples.prompts]))
+        if self.config.data.sources:
+            from megatron_rl.rollout.by_source import describe_mixture
+
+            self.run.count(describe_mixture(headers, samples.prompts))
         self.run.count(self.policy.describe_reshard() | samples.measure_bytes())
         batch = self.policy.read(samples, "old_logprobs", "advantages", "values", "update_logprobs", "update_entropy")
         columns = {

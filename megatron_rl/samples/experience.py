@@ -622,6 +622,7 @@ def text_rows(parts: Iterable[Experience], decode: Callable[[list[int]], str]) -
 def text_row(rollout: Rollout) -> dict[str, Any]:
     """Build the row of one rollout without tokens, as in validation files."""
     return {
+        **({"source": rollout.prompt.source} if rollout.prompt.source else {}),
         "prompt_id": rollout.prompt.prompt_id,
         "sample_index": rollout.sample_index,
         "prompt": rollout.prompt.text,

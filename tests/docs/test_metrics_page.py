@@ -35,6 +35,7 @@ NOT_RECORDED = (
     "estimator/",
     "aggregation/",
     "schedule/",
+    "sources/",  # tests/config/test_mixture.py
     "lora/",
     "moe/",
     "mtp/",
