@@ -2,7 +2,7 @@
 """The Anthropic-style route /v1/messages: requests as chats of the endpoint, and its replies in the route's form.
 
 A request becomes the body of an equal /v1/chat/completions request: both have the same tokens, and a conversation may
-go on by the other route.
+continue by the other route.
 """
 
 from __future__ import annotations

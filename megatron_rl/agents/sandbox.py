@@ -71,7 +71,7 @@ class Sandbox:
     def run(
         self, command: str, stdin: bytes = b"", seconds: float | None = None, most_bytes: int = _MOST_OUTPUT
     ) -> Result:
-        """Run a shell command; processes that it leaves behind go on.
+        """Run a shell command; processes that it leaves behind continue.
 
         Args:
             seconds: limit of time, at most and by default `agents.sandbox.seconds`.
@@ -279,7 +279,7 @@ def reap_sandboxes(config: SandboxConfig) -> int:
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
     names: list[str] = []
-    if config.is_container:
+    if _is_container(config):
         form = '{{.Names}} {{.Label "' + _LABEL + '"}}'
         words = [config.kind or "", "ps", "--all", "--filter", f"label={_LABEL}", "--format", form]
         said = subprocess.run(words, capture_output=True, text=True, check=False).stdout
@@ -334,7 +334,7 @@ def start_sandbox(config: SandboxConfig, task_image: str | None = None) -> Sandb
         return LocalSandbox(config)
     if task_image is not None:
         config = replace(config, image=task_image)
-    if not config.is_container:
+    if not _is_container(config):
         return RemoteSandbox(config)
     return Sandbox(config) if config.image is None else ContainerSandbox(config, task_image is not None)
 
@@ -382,6 +382,10 @@ def check_sandbox(config: SandboxConfig) -> list[str]:
 
 _OPEN = "the machine's processes are visible, files are limited in size only, and programs may leave processes behind"
 _OPEN += " until the episode ends"
+
+
+def _is_container(config: SandboxConfig) -> bool:
+    return config.kind in ("docker", "podman")
 
 
 def _refuse(config: SandboxConfig, found: str) -> UserError:

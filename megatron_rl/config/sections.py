@@ -134,11 +134,6 @@ class SandboxConfig:
     network: bool = option(False, "Give the sandbox the machine's network, with its loopback.")
     warm: int = option(2, "Sandboxes that are started ahead, for each engine.", "sandboxes", ge=0)
 
-    @property
-    def is_container(self) -> bool:
-        """Return whether `kind` is a program that runs containers."""
-        return self.kind in ("docker", "podman")
-
 
 @dataclass(frozen=True, kw_only=True)
 class AgentsConfig:
@@ -147,8 +142,7 @@ class AgentsConfig:
     environment: str | None = option(
         None,
         "calculator, textarena:GAME, gem:GAME, reasoning-gym:NAME, verifiers:TASKSET, openenv:URL,"
-        " harbor:DIRECTORY, or your class,"
-        " path.py:Name; null: one response a prompt.",
+        " harbor:DIRECTORY, or your class, path.py:Name; null: one response a prompt.",
     )
     tools: list[str] = option(
         [],

@@ -168,7 +168,7 @@ print(list(Path("/tmp").glob(f"{Path(cell.DIRECTORY).name}{box.process.pid}")))
 """
 
 
-def test_a_sandbox_without_namespaces_says_so_and_keeps_the_other_layers(tmp_path: Path) -> None:
+def test_a_sandbox_without_namespaces_is_noted_and_keeps_the_other_layers(tmp_path: Path) -> None:
     (tmp_path / "answers").write_text("the truth")
     for name, text in {"run.py": FALLBACK, "refuse.py": WITHOUT_NAMESPACES}.items():
         (tmp_path / name).write_text(text)

@@ -186,7 +186,7 @@ def end(box: LocalSandbox) -> None:
 
 
 def plant(outside: Outside, kind: str, way: str = "command") -> None:
-    """Run a fault in a sandbox of its own, and check that it is contained, says why, and leaves nothing."""
+    """Run a fault in a sandbox of its own, and check that it is contained, has a reason, and leaves nothing."""
     command, pattern = FAULTS[kind]
     box, started = LocalSandbox(CONFIG), time.monotonic()
     result = box.run(WAYS[way].replace("{}", outside.fill(command)), seconds=1.0 if pattern == LATE else None)
@@ -199,13 +199,13 @@ def plant(outside: Outside, kind: str, way: str = "command") -> None:
 
 
 @pytest.mark.parametrize("kind", FAST)
-def test_a_fault_is_contained_and_says_why(outside: Outside, bounded: None, kind: str) -> None:
+def test_a_fault_is_contained_with_a_reason(outside: Outside, bounded: None, kind: str) -> None:
     plant(outside, kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_all_faults_are_contained_and_say_why(outside: Outside, bounded: None, way: str) -> None:
+def test_all_faults_are_contained_with_a_reason(outside: Outside, bounded: None, way: str) -> None:
     for kind in FAULTS:
         plant(outside, kind, way)
 

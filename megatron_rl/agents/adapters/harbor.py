@@ -60,7 +60,7 @@ class HarborEnvironment:
             if further := [line for line in lines if line.strip() and not line.startswith(_LOCAL_LINES)]:
                 raise RuntimeError(f"agents.sandbox.kind = local builds no image, and the task's has: {further[0]}")
             return given
-        if image is None and not config.is_container:
+        if image is None and config.kind not in ("docker", "podman"):
             raise RuntimeError(f"{self._directory}/task.toml names no docker_image, which the service needs")
         return start_sandbox(config, image or _build(config.kind or "", place))
 
