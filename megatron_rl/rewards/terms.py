@@ -54,7 +54,7 @@ class Term:
         return np.interp(step, self.steps, self.weights)
 
     def count(self, score: Any, scores: Mapping[str, Any]) -> Any:
-        """Return what a score counts, given the scores of all sources by name; numbers, or arrays of responses."""
+        """Apply the thresholds to a score, given the scores of all sources by name; numbers, or arrays of responses."""
         counted = score if self.least is None else np.where(score >= self.least, 1.0, 0.0)
         return np.where(scores[self.other] >= self.enough, counted, 0.0) if self.other else counted
 
