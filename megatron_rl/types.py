@@ -233,7 +233,7 @@ class Branch:
         num_prompt_tokens: length of the task's prompt at the start.
         kept: [s] token sets that truncated sampling kept; `None` means the whole vocabulary.
         rewards: [s] float32 turn rewards, at the last token of each turn.
-        states: [s] int64 hash of what each turn answers, at its first token; elsewhere 0. `None` without an episode.
+        states: [s] int64 hash of the state that each turn answers, at its first token, else 0; `None`: no episode.
         routes: [s, layers, choices] experts chosen by the engine (`RouteShape`).
     """
 

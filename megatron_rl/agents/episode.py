@@ -86,7 +86,7 @@ class Answer:
         finish_reason: "turns", "timeout" or "error" if the environment did not end the episode; after the last two only
             `failure` is valid.
         max_tokens: limit of the next reply, or `None` for the context limit.
-        state: what the next reply answers (`Observation.state`); `None`: the tokens of `tail`.
+        state: name of the state that the next reply answers (`Observation.state`); `None`: the tokens of `tail`.
     """
 
     tail: Tail | None = None

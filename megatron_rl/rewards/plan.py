@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import chain, count, product
 from typing import TYPE_CHECKING
@@ -87,9 +86,7 @@ def build_reward_plan(
     if any(term for _, term, *_ in weighted):
         from megatron_rl.rewards.terms import resolve_others
 
-        terms = {name: (source.term, source.target, source.setting) for name, source in sources.items()}
-        resolved = resolve_others(terms, config.models)
-        sources = {name: replace(source, term=resolved[name]) for name, source in sources.items()}
+        sources = resolve_others(sources, config.models)
     models = tuple(source for source in sources.values() if source.target in config.models)
     local = tuple(source for source in sources.values() if source not in models)
     return RewardPlan(local, models, bool(config.components), config, max_response_length)

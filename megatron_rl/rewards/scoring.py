@@ -258,7 +258,7 @@ class SourceSpec:
     term: Term | None = None  # schedule and thresholds, if there are any
 
     def weigh(self, score: Any, scores: Mapping[str, Any], step: Any) -> tuple[Any, Any]:
-        """Return what a score counts, and its weight at a step; numbers, or arrays of responses."""
+        """Return a score after its thresholds, and its weight at a step; numbers, or arrays of responses."""
         return (score, self.weight) if self.term is None else (self.term.count(score, scores), self.term.weigh(step))
 
 
@@ -294,7 +294,7 @@ def compute_reward(
     """Return a response's reward at a step without the reward model, and the components to log.
 
     An environment's reward (not NaN) replaces the sum of the sources, and its components with a taken name become
-    "environment/name". If `plan.is_sum`, a source's score (what counts of it) is logged as "source", its components as
+    "environment/name". If `plan.is_sum`, a source's score after its thresholds is logged as "source", its components as
     "source/component"; else components keep their names unless another metric has them.
 
     Raises:

@@ -54,7 +54,7 @@ class Term:
         return np.interp(step, self.steps, self.weights)
 
     def count(self, score: Any, scores: Mapping[str, Any]) -> Any:
-        """Return what a score counts, given the scores of all sources by name; numbers, or arrays of responses."""
+        """Apply the thresholds to a score, given the scores of all sources by name; numbers, or arrays of responses."""
         counted = score if self.least is None else np.where(score >= self.least, 1.0, 0.0)
         return np.where(scores[self.other] >= self.enough, counted, 0.0) if self.other else counted
 
@@ -81,33 +81,33 @@ def parse_term(text: str, target: str, setting: str) -> Term:
     return Term(tuple(steps), tuple(weights), least, found["other"] or "", float(found["enough"] or 0))
 
 
-def resolve_others(terms: Mapping[str, tuple[Term | None, str, str]], models: Sequence[str]) -> dict[str, Term | None]:
-    """Return the terms by the name of their source, with the others of their conditions by name, as in reward/NAME.
+def resolve_others(sources: Mapping[str, Any], models: Sequence[str]) -> dict[str, Any]:
+    """Return the sources with the others of their conditions by name, as in reward/NAME.
 
     Args:
-        terms: name of each source -> its term, its target and the setting that names it.
+        sources: `SourceSpec`s by name.
         models: targets that are reward models, which score after all others.
 
     Raises:
         UserError: a condition names no source, its own, one with a condition, or a reward model.
     """
-    found: dict[str, Term | None] = {}
-    for name, (term, _, setting) in terms.items():
-        found[name] = term
+    found = dict(sources)
+    for name, source in sources.items():
+        term: Term | None = source.term
         if term is None or not term.other:
             continue
-        match = next((one for one, (_, target, _) in terms.items() if term.other in (one, target)), "")
+        match = next((other for other, one in sources.items() if term.other in (other, one.target)), "")
         known = [
-            one
-            for one, (own, target, _) in terms.items()
-            if one != name and target not in models and not (own and own.has_threshold)
+            other
+            for other, one in sources.items()
+            if other != name and one.target not in models and not (one.term and one.term.has_threshold)
         ]
         if match not in known:
             raise UserError(
                 f'the condition of "{name}" asks for the score of "{term.other}"',
-                source=setting,
+                source=source.setting,
                 expected=f"another source without conditions, no reward model, of {', '.join(known) or 'none'}",
                 hint="name a rule, function or service of reward.components",
             )
-        found[name] = replace(term, other=match)
+        found[name] = replace(source, term=replace(term, other=match))
     return found

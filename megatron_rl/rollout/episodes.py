@@ -47,7 +47,7 @@ class Recording:
         self._turns: list[Turn] = []
         self.interrupted = 0  # number of tokens of a reply that will be continued
         self.reward: float | None = None  # sum over turns, or `None` without any
-        self._state: str | None = None  # what the next request shows; `None`: its further tokens
+        self._state: str | None = None  # that the next request shows; `None`: its further tokens
 
     @classmethod
     def of(cls, rollout: Rollout) -> Recording:
@@ -80,7 +80,7 @@ class Recording:
         return sum(turn.stop - turn.start for turn in self._turns)
 
     def name_state(self, state: str | None) -> None:
-        """Name what the next request shows; `None`: its further tokens."""
+        """Set the name of the state that the next request shows; `None`: its further tokens."""
         self._state = state
 
     def record_request(self, tokens: np.ndarray) -> None:

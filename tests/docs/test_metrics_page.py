@@ -48,6 +48,7 @@ NOT_RECORDED = (
     "sampling/thoughts_ended",
     "reward/<data_source>",
     "reward/restates_prompt",
+    "reward/weight/",
     "reward/service_failures",
     "reward/unmarked_answers",
     "reward/math_",
