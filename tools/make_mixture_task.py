@@ -108,7 +108,7 @@ def make_rows(task: dict[str, Any]) -> dict[str, list[Row]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
-    parser = Arguments(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Arguments(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write (created)", metavar="DIR")
     parser.add_argument("--train", type=int, default=2000, help="training prompts of each task", metavar="N")
     parser.add_argument("--validation", type=int, default=64, help="validation prompts of each task", metavar="N")

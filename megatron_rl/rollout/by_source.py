@@ -88,7 +88,7 @@ def describe_mixture(headers: Headers, prompts: Sequence[Prompt]) -> dict[str, f
     names, metrics = sorted({*sources.tolist()}), dict[str, float]()
     for name in names if len(names) > 1 else ():
         part, _ = headers.select_groups(np.flatnonzero(sources == name).tolist())
-        known = ~np.isnan(part.components).all(axis=0)
+        known = [not np.isnan(column).all() for column in part.components.T]
         reported = tuple(one for one, is_known in zip(part.names, known, strict=True) if is_known)
         found = describe_rollouts(Headers(part.rows, reported, part.components[:, known]))
         metrics |= {
