@@ -176,11 +176,18 @@ def _check_length(config: CheckedConfig, name: str, most: int) -> None:
 
 
 def _check_models(config: CheckedConfig, is_own: bool) -> None:
-    """Refuse reward models in a mixture with rewards of its sources: they score all rollouts of a step."""
+    """Refuse what scores or weighs all rollouts of a step alike in a mixture with rewards of its sources."""
     config.require(
         not is_own or not config.get("reward.models") and not config.config.reward_model.roles,
         "reward.components",
         "in a mixture with a reward model, which scores all prompts of a step alike",
         expected="rules, functions and services",
         hint="give the reward of all sources in the section reward, or leave the model out",
+    )
+    config.require(
+        not is_own or config.get("algorithm.adv_estimator") != "gdpo" or config.get("algorithm.options.gdpo.rewards"),
+        "reward.components",
+        "in a mixture with gdpo, which weighs the components of all prompts of a step alike",
+        expected="the components of gdpo by name",
+        hint="set algorithm.options.gdpo.rewards=[accuracy,format], numbers that every source reports",
     )

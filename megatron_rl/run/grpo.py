@@ -172,7 +172,8 @@ class Trainer:
             nothing = self.policy.as_column(samples, torch.empty_like(batch.loss_weights))
             return nothing, nothing if self.critic else None, None
         group, packing = self.policy.model.groups.dp, samples.pack(self.policy.packer)
-        turns, weights = (packing.turn_rewards, packing.turn_states), self.inputs.reward_plan.weights_at(step)
+        turns, plans = (packing.turn_rewards, packing.turn_states), self.inputs.reward_plans.values()
+        weights = next(iter(plans)).weights_at(step)  # gdpo takes them, whose sources have one reward
         found = compute_advantages(samples, batch, algorithm, group, *turns, weights)
         self.run.count({name: float(value) for name, value in found.metrics.items()})
         chosen = choose_tokens(replace(batch, advantages=found.advantages), algorithm, group)
@@ -194,7 +195,9 @@ class Trainer:
         """Add a step's metrics to the run's record and write some of its rollouts to the log; collective."""
         headers = samples.headers
         reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
-        found = describe_rollouts(headers) | samples.metrics | self.inputs.reward_plan.describe_weights(step)
+        found = describe_rollouts(headers) | samples.metrics
+        for plan in self.inputs.reward_plans.values():
+            found |= plan.describe_weights(step)
         self.run.count(found | samples.pack(self.policy.packer).metrics)
         if step == 1:
             from megatron_rl.rewards.silence import explain_silence

@@ -76,7 +76,8 @@ class HarborEnvironment:
         try:
             found = json.loads(said)
             values = {name: float(value) for name, value in found.items()} if isinstance(found, dict) else {}
-            return Done(float(values["reward"] if values else found), values)
+            reward: Any = values["reward"] if values else found
+            return Done(float(reward), values)
         except (ValueError, TypeError, KeyError) as error:
             log = box.run(f"tail -c 1000 {_LOGS}/test-stdout.txt").describe()
             raise RuntimeError(f"the task's tests wrote no reward: {result.describe()} {log}") from error
