@@ -171,9 +171,7 @@ class AgentsConfig:
         "follow the template, which forks the episode.",
     )
 
-    sandbox: SandboxConfig = option(
-        SandboxConfig(), "Where commands of episodes run, and their limits (docs/agents.md)."
-    )
+    sandbox: SandboxConfig = option(SandboxConfig(), "Where commands of episodes run, with limits (docs/agents.md).")
 
     @cached_property
     def has_episodes(self) -> bool:
