@@ -14,7 +14,6 @@ import base64
 import json
 import threading
 import time
-import uuid
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -33,9 +32,9 @@ class SandboxServer(ThreadingHTTPServer):
 
     def start(self, limits: dict[str, Any]) -> dict[str, Any]:
         """Start a sandbox with a client's limits and image."""
-        name, image = uuid.uuid4().hex, limits.pop("image") or self._config.image
+        name, image = limits.pop("id"), limits.pop("image") or self._config.image
         self._boxes[name] = start_sandbox(replace(self._config, image=image, **limits)), time.monotonic()
-        return {"id": name}
+        return {}
 
     def run(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """Run a command (KeyError if there is no such sandbox)."""
@@ -48,7 +47,7 @@ class SandboxServer(ThreadingHTTPServer):
         """End a sandbox, if it is there."""
         box, _ = self._boxes.pop(name, (None, 0.0))
         if box is not None:
-            box.close()
+            threading.Thread(target=box.close).start()
         return {}
 
     def service_actions(self) -> None:

@@ -19,6 +19,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 import uuid
@@ -61,7 +62,7 @@ class Result:
 
 
 class Sandbox:
-    """Base of the kinds of sandboxes; `start` does not wait until the sandbox is up."""
+    """Base of the kinds of sandboxes; a constructor does not wait until the sandbox is up."""
 
     process: subprocess.Popen[bytes] | None = None
 
@@ -92,9 +93,11 @@ class Sandbox:
 
     def read(self, path: str) -> bytes:
         """Read a file of at most 64 MiB (OSError)."""
-        result = self.run(f"head -c {_LARGEST_FILE} -- {shlex.quote(path)}", most_bytes=2 * _LARGEST_FILE)
+        result = self.run(f"head -c {_LARGEST_FILE + 1} -- {shlex.quote(path)}", most_bytes=4 * _LARGEST_FILE)
         if result.code != 0:
-            raise OSError(f"{path} in the sandbox: {result.describe()}")
+            raise OSError(f"{path} in the sandbox: {result.describe()[-_MOST_OUTPUT:]}")
+        if len(result.output) > _LARGEST_FILE:
+            raise OSError(f"{path} in the sandbox: more than {_LARGEST_FILE} bytes")
         return result.output
 
     def forget(self) -> None:
@@ -108,11 +111,9 @@ class Sandbox:
     def close(self) -> None:
         """End the sandbox and wait until it is gone."""
         self.forget()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             if self.process is not None:
                 self.process.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
         self.kill()
         if self.process is not None:
             self.process.wait()
@@ -128,6 +129,7 @@ class LocalSandbox(Sandbox):
         super().__init__(config)
         self._connection, theirs = socket.socketpair()
         self._missing: dict[str, str] | None = None
+        self._lock = threading.Lock()  # one command at a time
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", cell.__name__, str(theirs.fileno()), json.dumps(asdict(config))],
@@ -146,10 +148,15 @@ class LocalSandbox(Sandbox):
         return self._missing
 
     def _run(self, command: str, stdin: bytes, seconds: float, most_bytes: int) -> Result:
-        self.find_missing()
-        self._connection.settimeout(seconds + _GRACE_SECONDS)
-        cell.send(self._connection, {"command": command, "seconds": seconds, "most": most_bytes}, stdin)
-        head, output = cell.receive(self._connection)
+        with self._lock:
+            try:
+                self.find_missing()
+                self._connection.settimeout(seconds + _GRACE_SECONDS)
+                cell.send(self._connection, {"command": command, "seconds": seconds, "most": most_bytes}, stdin)
+                head, output = cell.receive(self._connection)
+            except TimeoutError:
+                self.forget()  # an answer that comes later is another command's
+                raise
         return Result(output, head["code"], head["why"])
 
     def forget(self) -> None:
@@ -298,22 +305,22 @@ class RemoteSandbox(Sandbox):
 
     def __init__(self, config: SandboxConfig) -> None:
         super().__init__(config)
-        self._url = ""
+        self._root, self._is_up = f"{(config.kind or '').rstrip('/')}/sandboxes", False
+        self._name = uuid.uuid4().hex  # chosen here, so that the process that ends the sandbox has it, too
 
     def _run(self, command: str, stdin: bytes, seconds: float, most_bytes: int) -> Result:
-        root = f"{(self.config.kind or '').rstrip('/')}/sandboxes"
-        if not self._url:
+        if not self._is_up:
             limits = {name: value for name, value in asdict(self.config).items() if name not in ("kind", "warm")}
-            self._url = f"{root}/{_exchange('POST', root, limits, _START_SECONDS)['id']}"
+            _exchange("POST", self._root, {"id": self._name, **limits}, _START_SECONDS)
+            self._is_up = True
         body = {"command": command, "stdin": base64.b64encode(stdin).decode(), "seconds": seconds, "most": most_bytes}
-        found = _exchange("POST", f"{self._url}/run", body, seconds + _GRACE_SECONDS)
+        found = _exchange("POST", f"{self._root}/{self._name}/run", body, seconds + _GRACE_SECONDS)
         return Result(base64.b64decode(found["output"]), found["code"], found["why"])
 
     def kill(self) -> None:
         """Request the end of the sandbox; the service also ends one that is not used."""
-        if self._url:
-            with contextlib.suppress(OSError, ValueError):
-                _exchange("DELETE", self._url, {}, _GRACE_SECONDS)
+        with contextlib.suppress(OSError, ValueError):
+            _exchange("DELETE", f"{self._root}/{self._name}", {}, _GRACE_SECONDS)
 
 
 def _exchange(method: str, url: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class AgentsConfig:
         "follow the template, which forks the episode.",
     )
 
-    sandbox: SandboxConfig = option(SandboxConfig(), "Where an episode's commands run.")
+    sandbox: SandboxConfig = option(SandboxConfig(), "Where commands of episodes run, with limits (docs/agents.md).")
 
     @cached_property
     def has_episodes(self) -> bool:

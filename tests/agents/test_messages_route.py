@@ -89,9 +89,9 @@ def play_openai(served: Served) -> list[list[int]]:
     """Play a conversation with a tool call, its result and a question; return its prompts."""
     messages: list[Any] = [{"role": "system", "content": "Be brief."}, *QUESTION]
     for further in ([{"role": "tool", "content": "408"}], [{"role": "user", "content": "answer"}], []):
-        uttered = served.post("/v1/chat/completions", messages=messages, tools=OPENAI_TOOLS)["choices"][0]["message"]
-        calls = [call["id"] for call in uttered.get("tool_calls") or []]
-        messages += [uttered, *({**one, "tool_call_id": calls[0]} if one["role"] == "tool" else one for one in further)]
+        reply = served.post("/v1/chat/completions", messages=messages, tools=OPENAI_TOOLS)["choices"][0]["message"]
+        calls = [call["id"] for call in reply.get("tool_calls") or []]
+        messages += [reply, *({**one, "tool_call_id": calls[0]} if one["role"] == "tool" else one for one in further)]
     return served.prompts
 
 
@@ -103,11 +103,11 @@ def play_anthropic(served: Served) -> tuple[list[list[int]], list[Any]]:
         system = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
         replies.append(served.post("/v1/messages", system=system, messages=messages, tools=TOOLS, max_tokens=99))
         blocks = replies[-1]["content"]
-        uttered: list[Any] = [{"type": "text", "text": further}]
+        reply: list[Any] = [{"type": "text", "text": further}]
         if further == "result":
             use = blocks[-1]["id"]
-            uttered = [{"type": "tool_result", "tool_use_id": use, "content": [{"type": "text", "text": "408"}]}]
-        messages += [{"role": "assistant", "content": blocks}, {"role": "user", "content": uttered}]
+            reply = [{"type": "tool_result", "tool_use_id": use, "content": [{"type": "text", "text": "408"}]}]
+        messages += [{"role": "assistant", "content": blocks}, {"role": "user", "content": reply}]
     return served.prompts, replies
 
 
@@ -133,8 +133,8 @@ def test_a_conversation_has_the_tokens_of_the_other_route(served: Served) -> Non
 
 
 def test_a_conversation_goes_on_by_the_other_route(served: Served) -> None:
-    got = served.post("/v1/messages", messages=QUESTION, tools=TOOLS)
-    (use,) = [block for block in got["content"] if block["type"] == "tool_use"]
+    answer = served.post("/v1/messages", messages=QUESTION, tools=TOOLS)
+    (use,) = [block for block in answer["content"] if block["type"] == "tool_use"]
     function = {"name": use["name"], "arguments": json.dumps(use["input"])}
     call = {"id": use["id"], "type": "function", "function": function}
     messages = [*QUESTION, {"role": "assistant", "content": "hello", "tool_calls": [call]}]
@@ -160,8 +160,8 @@ def test_events_carry_the_reply_and_a_retry_costs_no_turn(served: Served) -> Non
 
 
 def test_a_reply_is_cut_at_the_limit_of_the_request(served: Served) -> None:
-    got = served.post("/v1/messages", messages=QUESTION, max_tokens=2)
-    assert (got["stop_reason"], got["usage"]["output_tokens"]) == ("max_tokens", 2)
+    answer = served.post("/v1/messages", messages=QUESTION, max_tokens=2)
+    assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == ("max_tokens", 2)
 
 
 REFUSED = {

@@ -75,9 +75,10 @@ class HarborEnvironment:
         said = box.run(f"cd {_LOGS} && (cat reward.json 2>/dev/null || cat reward.txt)").output
         try:
             found = json.loads(said)
-            values = {name: float(value) for name, value in found.items()} if isinstance(found, dict) else {}
-            reward: Any = values["reward"] if values else found
-            return Done(float(reward), values)
+            if not isinstance(found, dict):
+                return Done(float(found))
+            values = {name: float(value) for name, value in found.items()}
+            return Done(values["reward"], values)
         except (ValueError, TypeError, KeyError) as error:
             log = box.run(f"tail -c 1000 {_LOGS}/test-stdout.txt").describe()
             raise RuntimeError(f"the task's tests wrote no reward: {result.describe()} {log}") from error
