@@ -50,7 +50,7 @@ def name_sources(settings: Sequence[Setting], mistakes: Mistakes) -> list[Settin
             entries.setdefault(int(parts[1]), []).append((parts[2] or "", setting))
     named, found = dict[str, str](), list[Setting]()
     for number, entry in entries.items():
-        with mistakes.collect():
+        with mistakes.collect("data.train_files"):
             place, given = f"{SOURCES}[{number}] ({entry[0][1].source})", dict(entry)
             name = given["name"].value if "name" in given else None
             if not isinstance(name, str) or not _NAME.fullmatch(name):

@@ -117,7 +117,7 @@ def test_a_mistake_names_the_entry_and_its_line(
         ("trainer.capture_step=1", "trainer.capture_step = 1 with data.sources"),
         ("data.sources.sums.weight=0.12345", "repeats after"),
         ("data.sources=[{files: [a]}]", "None is no name of a source"),
-        ("data.sources=[a.jsonl]", "a.jsonl is no name of a source"),
+        ("data.sources=[a.jsonl]", "'a.jsonl' is no name of a source"),
         ("data.sources=[{name: a}]", "data.sources.a.files is missing"),
     ],
 )
