@@ -69,7 +69,7 @@ def check_whole(rows: np.ndarray, shared: SharedPrefixes | None, max_tokens: int
         rows: [n] of `HEADER`, equal on every rank.
     """
     places = np.arange(len(rows)) if shared is None else shared.places
-    work = PackingWork.measure(np.ascontiguousarray(rows["num_tokens"]), 0.0, shared)
+    work = PackingWork.measure(rows["num_tokens"].tolist(), 0.0, shared)
     bounds = np.flatnonzero(np.diff(rows["rollout"], prepend=-1, append=-1))
     sizes, _ = work.sum_joined(np.lexsort((places, rows["rollout"])), bounds)
     if sizes.max() > max_tokens:
