@@ -122,6 +122,7 @@ class Prompt:
         row: all columns except the prompt's.
         messages: before the template, or `None` for plain text.
         tools: in OpenAI format.
+        source: name of its source in `data.sources`; empty without them.
     """
 
     prompt_id: int
@@ -133,6 +134,7 @@ class Prompt:
     row: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] = field(default_factory=list)
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,7 @@ class Branch:
         num_prompt_tokens: length of the task's prompt at the start.
         kept: [s] token sets that truncated sampling kept; `None` means the whole vocabulary.
         rewards: [s] float32 turn rewards, at the last token of each turn.
+        states: [s] int64 hash of the state that each turn answers, at its first token, else 0; `None`: no episode.
         routes: [s, layers, choices] experts chosen by the engine (`RouteShape`).
     """
 
@@ -242,6 +245,7 @@ class Branch:
     kept: KeptSets | None = None
     rewards: np.ndarray | None = None
     routes: np.ndarray | None = None
+    states: np.ndarray | None = None
 
     @classmethod
     def of_response(

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from megatron_rl.agents.episode import Answer
 from megatron_rl.agents.transcript import Tail
 from megatron_rl.config.schema import RewardConfig, RolloutConfig
-from megatron_rl.config.sections import AgentsConfig, ScheduleConfig
+from megatron_rl.config.sections import AgentsConfig, CurriculumConfig, ScheduleConfig
+from megatron_rl.data.curriculum import DrawnPrompts
 from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig
@@ -37,6 +38,7 @@ from megatron_rl.types import Prompt, Rollout
 SAMPLING = SamplingConfig(temperature=1.0, max_tokens=40, stop_token_ids=())
 BATCH, GROUP, PROMPTS = 3, 2, 7  # a batch runs across the end of an epoch now and then
 OPTIMIZER_STEPS = 2  # of a step of the main loop
+NO_CURRICULUM = CurriculumConfig()
 INFORMATIVE = {0, 2, 3, 6}  # prompts whose responses have different rewards
 
 
@@ -139,9 +141,11 @@ class StepScorer:
         ]
 
 
-def make_prompts() -> PromptBatches[Prompt]:
+def make_prompts(curriculum: CurriculumConfig = NO_CURRICULUM) -> PromptBatches[Prompt]:
     prompts = [Prompt(i, np.array([i, 3 + i, *range(1 + i)], np.int32), "", None) for i in range(PROMPTS)]
-    return PromptBatches(prompts, BATCH, True, 5)
+    if curriculum == NO_CURRICULUM:
+        return PromptBatches(prompts, BATCH, True, 5)
+    return DrawnPrompts(prompts, BATCH, True, 5, curriculum=curriculum)
 
 
 @dataclass
@@ -153,6 +157,7 @@ class Job:
         rounds: of dynamic sampling; None without it.
         trace: directory of the trace; None without one.
         turns: of the longest episodes; None for plain responses.
+        curriculum: that draws the prompts.
     """
 
     schedule: ScheduleConfig
@@ -163,11 +168,12 @@ class Job:
     rounds: int | None = None
     trace: Path | None = None
     turns: int | None = None
+    curriculum: CurriculumConfig = NO_CURRICULUM
 
     def __post_init__(self) -> None:
         rank, engines = dist.get_rank(), EngineRanks.consecutive(range(self.first, dist.get_world_size()), self.width)
         self.weights = SimpleNamespace(policy_version=self.version, shape=SimpleNamespace(vocab_size=10**6))
-        self.prompts = make_prompts()
+        self.prompts = make_prompts(self.curriculum)
         engine: Any = VersionEngine(self.weights, 4, self.pause)
         config: Any = SimpleNamespace(
             schedule=self.schedule,
@@ -175,7 +181,12 @@ class Job:
             reward=RewardConfig(),
             agents=AgentsConfig(environment=None if self.turns is None else "scripted", episodes_in_flight=5),
             trainer=SimpleNamespace(seed=1, max_failed_share=0.5),
-            data=SimpleNamespace(train_batch_size=BATCH, max_response_length=SAMPLING.max_tokens),
+            data=SimpleNamespace(
+                sources={},
+                train_batch_size=BATCH,
+                max_response_length=SAMPLING.max_tokens,
+                curriculum=self.curriculum,
+            ),
             algorithm=SimpleNamespace(
                 dynamic_sampling=self.rounds is not None,
                 dynamic_sampling_metric=None,
@@ -183,6 +194,8 @@ class Job:
                 mask_truncated=False,
             ),
         )
+        config.by_source, config.is_truncated = {"": config}, False
+        config.has_episodes = config.agents.has_episodes
         processes: Any = None if self.turns is None else ScriptedProcesses(self.pause, self.turns)
         self.generator = RolloutGenerator(
             BuiltEngine(engine, engine, "scripted", engines),

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, PlacementConfig, ReferenceConfig, RunConfig
-from megatron_rl.data.prompts import name_files
 from megatron_rl.data.rows import read_rows
 from megatron_rl.observability.metrics import TokenTexts, write_rows
 from megatron_rl.parallel.collectives import init_distributed, world
@@ -26,6 +25,7 @@ from megatron_rl.rewards.scoring import OVERLONG
 from megatron_rl.rollout.collector import correctness_of
 from megatron_rl.run.building import RunSinks, build_roles, build_rollout_members, check_agreement, group_timeout
 from megatron_rl.run.inputs import Parts, localize, read_rl_inputs
+from megatron_rl.run.mixed_inputs import list_validation
 from megatron_rl.samples.experience import Experience, rollout_row
 from megatron_rl.samples.table import FINISH_REASONS, Headers, join_headers
 from megatron_rl.training.packed_model import PackedModel
@@ -56,6 +56,11 @@ def without_training(config: RunConfig, world_size: int) -> RunConfig:
             hint="give data.validation_files=[FILE.jsonl]",
         )
     longest = data.max_prompt_length + data.max_response_length
+    sources = {
+        name: replace(source, files=source.validation_files)
+        for name, source in data.sources.items()
+        if source.validation_files
+    }
     return replace(
         config,
         critic=CriticConfig(),
@@ -63,7 +68,7 @@ def without_training(config: RunConfig, world_size: int) -> RunConfig:
         reference=ReferenceConfig(),
         # An estimator that needs only the policy.
         algorithm=AlgorithmConfig(plugins=config.algorithm.plugins, adv_estimator="reinforce_plus_plus"),
-        data=replace(data, train_files=data.validation_files, weights=None, train_batch_size=1),
+        data=replace(data, sources=sources, train_files=data.validation_files, weights=None, train_batch_size=1),
         rollout=replace(rollout, n=world_size),
         actor=replace(
             config.actor,
@@ -137,7 +142,7 @@ def evaluate(
     roles = build_roles(config, inputs, Parts(actor=actor))
     members = build_rollout_members(config, inputs, roles, process, RunSinks())
     sets: dict[str, list[Experience]] = {}
-    files = name_files(config.data.validation_files)
+    files = list_validation(config)
     try:
         with members.hybrid.rollout_mode():
             metrics = members.collector.validate(inputs.validation, sets.__setitem__)

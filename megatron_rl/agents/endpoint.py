@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request handling of an episode's OpenAI-compatible endpoint, one request (a turn) at a time.
+"""Request handling of an episode's endpoint, which speaks as OpenAI's and Anthropic's, one request (a turn) at a time.
 
 docs/agents.md lists its routes. A repeated request (a retry) gets the first answer again. A program sends the whole
 conversation each time: of the longest prefix that was seen before and ends with a reply, the tokens are reused, and
@@ -18,9 +18,11 @@ from itertools import accumulate
 from typing import Any
 
 from megatron_rl.agents.episode import Opening, Setup
+from megatron_rl.agents.messages_route import read_messages, write_reply
 from megatron_rl.agents.requests import (
     CHAT,
     GENERATE,
+    MESSAGES,
     TEXT,
     BadRequest,
     read_chat,
@@ -176,8 +178,12 @@ class Endpoint:
         with self._lock:
             if (found := self._answered.get(key)) is None:
                 found = self._answered[key] = self._ask(path, body)
-        usage = {"prompt_tokens": len(found.prompt), "completion_tokens": len(found.sample.tokens)}
-        usage["total_tokens"] = sum(usage.values())
+        sizes = len(found.prompt), len(found.sample.tokens)
+        if path == MESSAGES:
+            usage = dict(zip(("input_tokens", "output_tokens"), sizes, strict=True))
+            head = {"id": f"msg_{found.number}", "model": body.get("model") or _MODEL, "usage": usage}
+            return head | write_reply(found.message, found.sample.finish_reason)
+        usage = dict(zip(("prompt_tokens", "completion_tokens"), sizes, strict=True)) | {"total_tokens": sum(sizes)}
         return {
             "id": f"{path.rpartition('/')[2]}-{found.number}",
             "created": 0,
@@ -194,7 +200,9 @@ class Endpoint:
         temperature = self._setup.temperature
         tools: list[Any] = []
         try:
-            if path == CHAT:
+            if path == MESSAGES:
+                body = read_messages(body)
+            if path in (CHAT, MESSAGES):
                 messages, tools = read_chat(body, temperature)
                 if tools:
                     self._require_tools()

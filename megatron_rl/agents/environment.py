@@ -9,12 +9,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megatron_rl.agents.transcript import Message
 from megatron_rl.extension.user_code import import_file
 from megatron_rl.rewards.scoring import LARGEST, check_name
 from megatron_rl.types import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.agents.sandbox import Sandbox
 
 SETTING = "agents.environment"
 
@@ -32,6 +35,7 @@ class Task:
     seed: int  # equal for all episodes on a prompt; `random` is already seeded with it
     messages: list[Message] | None = None  # the prompt as chat messages, or `None` for plain text
     tools: list[Any] = field(default_factory=list)  # in OpenAI format
+    sandbox: Sandbox | None = None  # the episode's own, or `None` without `agents.sandbox`
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,13 @@ class Observation:
     Attributes:
         messages: shown to the policy next, with "role" and "content".
         reward: of this turn.
+        state: name of the environment's state, for estimators that compare turns in equal states (gigpo); by default
+            the contents of the messages.
     """
 
     messages: list[Message]
     reward: float | None = None
+    state: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ ADAPTERS = {
     "reasoning-gym": ("megatron_rl.agents.adapters.games", "find_game"),
     "verifiers": ("megatron_rl.agents.adapters.games", "find_game"),
     "openenv": ("megatron_rl.agents.adapters.openenv", "find_server"),
+    "harbor": ("megatron_rl.agents.adapters.harbor", "find_tasks"),
 }
 
 
@@ -143,6 +151,8 @@ def check_answer(answer: Any) -> Observation | Done:
     if isinstance(answer, Done):
         numbers += [(check_name(name), value) for name, value in answer.components.items()]
     else:
+        if not isinstance(answer.state, str | None):
+            raise TypeError(f"a state that is a {type(answer.state).__name__} instead of a text")
         for message in answer.messages:
             texts = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
             if not all(isinstance(text, str) for text in texts):

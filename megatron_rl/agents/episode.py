@@ -17,6 +17,7 @@ from megatron_rl.agents.tool_formats import AUTO, find_tool_format, read_reply
 from megatron_rl.agents.tools.finding import find_tools
 from megatron_rl.agents.tools.tool import ToolEnvironment
 from megatron_rl.agents.transcript import ChatTranscript, Tail, TextTranscript
+from megatron_rl.config.sections import SandboxConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.types import Prompt
 
@@ -41,6 +42,7 @@ class Setup:
     context_length: int = 0  # maximum tokens of a prompt and its response
     tool_format: str | None = AUTO  # `agents.tool_format`; workers resolve "auto"
     reads_marks: bool = False  # `data.special_tokens_in_contents`
+    sandbox: SandboxConfig | None = None
 
     @property
     def source(self) -> str:
@@ -84,6 +86,7 @@ class Answer:
         finish_reason: "turns", "timeout" or "error" if the environment did not end the episode; after the last two only
             `failure` is valid.
         max_tokens: limit of the next reply, or `None` for the context limit.
+        state: name of the state that the next reply answers (`Observation.state`); `None`: the tokens of `tail`.
     """
 
     tail: Tail | None = None
@@ -93,6 +96,7 @@ class Answer:
     finish_reason: str | None = None
     failure: str = ""
     max_tokens: int | None = None
+    state: str | None = None
 
     @classmethod
     def of_done(cls, done: Done, seconds: float) -> Answer:
@@ -119,8 +123,10 @@ def find_environments(setup: Setup) -> Callable[[], Environment]:
     """Return the episodes' environment factory; raises UserError."""
     if setup.environment is not None:
         return find_environment(setup.environment)
-    calls = {tool.name: tool.load() for tool in find_tools(setup.tools)}
-    return lambda: ToolEnvironment(calls)
+    tools = find_tools(setup.tools)
+    calls = {tool.name: tool.load() for tool in tools}
+    in_sandbox = {tool.name: tool.in_sandbox for tool in tools if tool.in_sandbox is not None}
+    return lambda: ToolEnvironment(calls, in_sandbox)
 
 
 def play_environment(
@@ -145,7 +151,7 @@ def play_environment(
     found = check_answer(environment.reset(task))
     if isinstance(found, Done):
         raise TypeError("reset returned Done: an episode has at least one reply")
-    answer = Answer(transcript.begin(found.messages), seconds=time.monotonic() - started)
+    answer = Answer(transcript.begin(found.messages), seconds=time.monotonic() - started, state=found.state)
     for turn in count(1):
         tokens, finish_reason = yield answer
         _, calls = read_reply(tokenizer, setup.tool_format, tokens, task.tools)
@@ -164,4 +170,6 @@ def play_environment(
                 {"tool_call_id": next(ids, ""), **message} if message["role"] == "tool" else message
                 for message in found.messages
             ]
-            answer = Answer(transcript.extend(tokens, messages), reward, seconds=seconds)
+            said = "\0".join(message["content"] for message in messages)
+            state = said if found.state is None else found.state
+            answer = Answer(transcript.extend(tokens, messages), reward, seconds=seconds, state=state)

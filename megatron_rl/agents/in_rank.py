@@ -13,9 +13,10 @@ import pickle
 import random
 import socket
 import time
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from megatron_rl.parallel.collectives import keep_random_streams
 from megatron_rl.rewards.child import ChildProcess
 from megatron_rl.types import Prompt, UserError
 
+if TYPE_CHECKING:
+    from megatron_rl.agents.sandbox import Sandbox
+
 
 class EpisodesInRank:
     """The episodes of a rank under a debugger, run in the rank's process; not for `agents.program`."""
@@ -37,12 +41,18 @@ class EpisodesInRank:
         # Each with the states of its random generators in Python and numpy.
         self._episodes: dict[Hashable, tuple[Generator[Answer, tuple[list[int], str]], tuple[Any, Any]]] = {}
         self._answers: dict[Hashable, Answer] = {}
+        self._boxes: dict[Hashable, Sandbox] = {}
 
     def open(self, key: Hashable, prompt: Prompt) -> None:
         """Start an episode and compute its first answer (UserError if the environment cannot be imported)."""
         if self._found is None:
             self._found = find_environments(self._given), *read_tokenizer(self._given)
         opening = Opening.of(prompt, self._given.run_seed)
+        if self._given.sandbox is not None:
+            from megatron_rl.agents.sandbox import start_sandbox
+
+            box = self._boxes[key] = start_sandbox(self._given.sandbox)
+            opening = replace(opening, task=replace(opening.task, sandbox=box))
         seed = opening.task.seed
         states = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
         self._episodes[key] = play_environment(*self._found, opening), states
@@ -73,9 +83,13 @@ class EpisodesInRank:
         """Drop an episode."""
         self._episodes.pop(key, None)
         self._answers.pop(key, None)
+        if (box := self._boxes.pop(key, None)) is not None:
+            box.close()
 
     def close_all(self) -> None:
         """Drop all episodes."""
+        for key in [*self._boxes]:
+            self.close(key)
         self._episodes.clear()
         self._answers.clear()
 
@@ -219,15 +233,59 @@ class EpisodeProcesses:
         return Answer(finish_reason=reason, failure=failure)
 
 
-AnyEpisodes = EpisodeProcesses | EpisodesInRank
+class MixedEpisodes:
+    """The episodes of a rank from several sources of prompts, each with an environment of its own."""
+
+    def __init__(self, by_source: Mapping[str, EpisodeProcesses | EpisodesInRank]) -> None:
+        self._by_source = by_source
+        self._running: dict[Hashable, EpisodeProcesses | EpisodesInRank] = {}
+
+    def open(self, key: Hashable, prompt: Prompt) -> None:
+        """Start an episode of the prompt's source (UserError: see `EpisodeProcesses.open`)."""
+        self._running[key] = self._by_source[prompt.source]
+        self._running[key].open(key, prompt)
+
+    def send_reply(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
+        """Send the policy's reply to an episode."""
+        self._running[key].send_reply(key, tokens, logprobs, finish_reason)
+
+    def wait(self) -> dict[Any, Answer]:
+        """Wait for the answers of all sources since the last wait; return them by key."""
+        found = [episodes.wait() for episodes in self._by_source.values()]
+        return {key: answer for answers in found for key, answer in answers.items()}
+
+    def close(self, key: Hashable) -> None:
+        """End an episode."""
+        if key in self._running:
+            self._running.pop(key).close(key)
+
+    def close_all(self) -> None:
+        """End all episodes."""
+        for episodes in self._by_source.values():
+            episodes.close_all()
+        self._running.clear()
+
+
+AnyEpisodes = EpisodeProcesses | EpisodesInRank | MixedEpisodes
 
 
 def choose_episodes(
     config: RunConfig, tokenizer: str, stop_token_ids: tuple[int, ...], is_debugged: bool
 ) -> AnyEpisodes:
     """Return the rank's episode runner; programs run in separate processes even on a debugged rank."""
+    found: dict[str, EpisodeProcesses | EpisodesInRank] = {}
+    for name, view in config.by_source.items():
+        if view.agents.has_episodes:
+            setup = _set_up(view, tokenizer, stop_token_ids)
+            is_here = is_debugged and setup.program is None
+            seconds = view.agents.turn_timeout_seconds
+            found[name] = EpisodesInRank(setup) if is_here else EpisodeProcesses(setup, seconds)
+    return found.get("") or MixedEpisodes(found)
+
+
+def _set_up(config: RunConfig, tokenizer: str, stop_token_ids: tuple[int, ...]) -> Setup:
     agents, data = config.agents, config.data
-    setup = Setup(
+    return Setup(
         environment=agents.environment,
         tokenizer=tokenizer,
         options=data.apply_chat_template_kwargs,
@@ -241,7 +299,5 @@ def choose_episodes(
         context_length=data.max_prompt_length + data.max_response_length,
         tool_format=agents.tool_format,
         reads_marks=data.special_tokens_in_contents,
+        sandbox=agents.sandbox if agents.sandbox.kind else None,
     )
-    if is_debugged and setup.program is None:
-        return EpisodesInRank(setup)
-    return EpisodeProcesses(setup, agents.turn_timeout_seconds)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a user's program as the agent: `agent(task, base_url) -> reward`, in its episode's process.
 
-OPENAI_BASE_URL and OPENAI_API_KEY are set for the episode's endpoint, so `openai.OpenAI()` needs no arguments.
+OPENAI_BASE_URL and OPENAI_API_KEY are set for the episode's endpoint, so `openai.OpenAI()` needs no arguments; nor does
+`anthropic.Anthropic()`, by variables of its own.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ def run_program(connection: Connection, program: Program, setup: Setup, tokenize
     server = EndpointServer(endpoint.list_models, endpoint.answer)
     base_url = f"{server.url}/v1"
     os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": server.token}
+    os.environ |= {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_API_KEY": server.token}
     try:
         result = program(opening.task, base_url)
         if inspect.isawaitable(result):
@@ -139,6 +141,11 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) 
     program = agents.program_or_taskset
     if program is not None:
         find_program(program)
+    notes: list[str] = []
+    if agents.sandbox.kind is not None:
+        from megatron_rl.agents.sandbox import check_sandbox
+
+        notes += check_sandbox(agents.sandbox)
     options = config.data.apply_chat_template_kwargs
     if list_tools(agents):
         if any(prompt.messages is None for prompt in prompts.prompts):
@@ -152,9 +159,8 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) 
         without_tools = tokenizer.apply_chat_template(shown.messages or [], **options)
         require_shown(shown.text != without_tools, "agents.tools")
     if not chats:
-        return []
+        return notes
     render_tail(tokenizer, chats[0], [{"role": "user", "content": "further"}], options)
-    notes: list[str] = []
     has_tools = any(prompt.tools for prompt in prompts.prompts)
     if has_tools or program:
         found = find_tool_format(tokenizer, options) if agents.tool_format == AUTO else agents.tool_format

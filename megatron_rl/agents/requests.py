@@ -11,13 +11,14 @@ import hmac
 import json
 import secrets
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from megatron_rl.agents.transcript import Message
 
-CHAT, TEXT, GENERATE = PATHS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+MESSAGES = "/v1/messages"
 
 # Accepted and ignored.
 _WITHOUT_EFFECT = {"model", "stream", "stream_options", "user", "metadata", "store", "parallel_tool_calls"}
@@ -205,6 +206,24 @@ def split_into_chunks(answer: Mapping[str, Any], with_usage: bool) -> list[dict[
     return chunks + ([head | {"choices": [], "usage": answer["usage"]}] if with_usage else [])
 
 
+def split_into_events(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the events of a streamed response, each block in one piece."""
+    usage = {**answer["usage"], "output_tokens": 0}
+    yield {"type": "message_start", "message": {**answer, "content": [], "stop_reason": None, "usage": usage}}
+    for index, block in enumerate(answer["content"]):
+        if block["type"] == "text":
+            start, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            start = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield {"type": "content_block_start", "index": index, "content_block": start}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    ending = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+    yield {"type": "message_delta", "delta": ending, "usage": answer["usage"]}
+    yield {"type": "message_stop"}
+
+
 _LARGEST_BODY = 32 << 20  # bytes
 _LONGEST_MESSAGE = 1000  # characters
 
@@ -254,7 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
         body, path = self._read_body(), self.path.partition("?")[0]
         if body is None:
             return
-        if path not in PATHS:
+        if path not in (CHAT, TEXT, GENERATE, MESSAGES):
             self._refuse(404, f"there is no {path} here")
             return
         try:
@@ -273,7 +292,10 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:  # the program receives the message of any error
             self._refuse(500, f"{type(error).__name__}: {error}")
             return
-        if is_streamed:
+        if is_streamed and path == MESSAGES:
+            events = [(event["type"], json.dumps(event)) for event in split_into_events(answer)]
+            self._write("".join(f"event: {name}\ndata: {line}\n\n" for name, line in events), "text/event-stream")
+        elif is_streamed:
             lines = [json.dumps(chunk) for chunk in split_into_chunks(answer, with_usage)]
             self._write("".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]), "text/event-stream")
         else:
@@ -293,6 +315,8 @@ class _Handler(BaseHTTPRequestHandler):
         """
         length, is_chunked = self.headers.get("Content-Length") or "0", "Transfer-Encoding" in self.headers
         given, expected = self.headers.get("Authorization") or "", f"Bearer {self.server.token}"
+        if (key := self.headers.get("x-api-key")) is not None:  # Anthropic's header
+            given = f"Bearer {key}"
         refusal = None
         if not hmac.compare_digest(given.encode(), expected.encode()):
             refusal = 401, "this is the endpoint of another episode: the key is in the variable OPENAI_API_KEY"
@@ -309,9 +333,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: int, message: str, field: str | None = None) -> None:
         kind = "invalid_request_error" if status < 500 else "server_error"
-        self._send(
-            status, {"error": {"message": message[:_LONGEST_MESSAGE], "type": kind, "param": field, "code": None}}
-        )
+        error = {"message": message[:_LONGEST_MESSAGE], "type": kind, "param": field, "code": None}
+        self._send(status, {"type": "error", "error": error})
 
     def _send(self, status: int, body: Mapping[str, Any]) -> None:
         self._write(json.dumps(body), "application/json", status)

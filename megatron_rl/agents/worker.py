@@ -15,11 +15,12 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from numpy import random as numpy_random  # numpy imports it lazily, which would happen in each episode
 
@@ -27,6 +28,9 @@ from megatron_rl.agents.episode import Answer, Opening, Setup, find_environments
 from megatron_rl.agents.program import find_program, run_program
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.agents.sandbox import Pool, Sandbox
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)
@@ -42,26 +46,31 @@ def serve(connection: Connection) -> None:
     try:
         setup: Setup = connection.recv()
         player, (setup, tokenizer) = _find_player(setup), read_tokenizer(setup)
+        pool = _find_pool(setup)
     except UserError as error:
         connection.send(error)
         return
     connection.send(None)
     gc.collect()
     gc.freeze()  # avoids copy-on-write of these objects by garbage collection in the episodes
-    running: set[int] = set()
+    running: dict[int, Sandbox | None] = {}
     with contextlib.suppress(EOFError, OSError):
         while (message := connection.recv()) is not None:
             if message != "begin":
-                _end(message, running)
+                _end(message, running, pool)
                 continue
             descriptor = recv_handle(connection)
+            box = None if pool is None else pool.take()
             pid = os.fork()
             if not pid:
                 connection.close()
-                _run(Connection(descriptor), setup, player, tokenizer)
+                for other in (*running.values(), *(pool or ())):
+                    if other is not None:
+                        other.forget()
+                _run(Connection(descriptor), setup, player, tokenizer, box)
             os.close(descriptor)
-            running.add(pid)
-    for pid in [*running]:
+            running[pid] = box
+    for pid in [*running, 0]:
         _end(pid, running)
 
 
@@ -77,7 +86,7 @@ def fork_worker(descriptor: int) -> None:
     if worker:
         os.close(descriptor)
         os.waitpid(worker, 0)
-        _end(worker, set())
+        _end(worker, {})
         os._exit(0)
 
 
@@ -97,7 +106,17 @@ def _find_player(setup: Setup) -> Player:
     return play
 
 
-def _run(connection: Connection, setup: Setup, player: Player, tokenizer: Tokenizer) -> NoReturn:
+def _find_pool(setup: Setup) -> Pool | None:
+    if setup.sandbox is None:
+        return None
+    from megatron_rl.agents.sandbox import Pool
+
+    return Pool(setup.sandbox)
+
+
+def _run(
+    connection: Connection, setup: Setup, player: Player, tokenizer: Tokenizer, sandbox: Sandbox | None
+) -> NoReturn:
     try:
         os.setsid()
         _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -107,6 +126,7 @@ def _run(connection: Connection, setup: Setup, player: Player, tokenizer: Tokeni
             os.dup2(nowhere, standard)
         connection.send(os.getpid())
         opening: Opening = connection.recv()
+        opening = replace(opening, task=replace(opening.task, sandbox=sandbox))
         random.seed(opening.task.seed)
         numpy_random.seed(opening.task.seed)
         player(connection, setup, tokenizer, opening)
@@ -117,15 +137,25 @@ def _run(connection: Connection, setup: Setup, player: Player, tokenizer: Tokeni
         os._exit(0)
 
 
-def _end(pid: int, running: set[int]) -> None:
-    """Take `pid` out of `running`; kill and reap that process and orphaned descendants."""
+def _end(pid: int, running: dict[int, Sandbox | None], pool: Iterable[Sandbox] | None = None) -> None:
+    """Take `pid` out of `running`; kill and reap that process with its sandbox, and orphaned descendants.
+
+    Args:
+        running: processes of episodes, each with its sandbox.
+        pool: sandboxes that stay.
+    """
     if pid in running:
-        running.discard(pid)
+        box = running.pop(pid)
         _kill(pid)
+        if box is not None:
+            box.kill()
+            box.forget()
+    boxes = [*running.values(), *(pool or ())]
+    kept = {*running, *(box.process.pid for box in boxes if box is not None and box.process is not None)}
     # As a subreaper, this process becomes the parent of orphaned descendants.
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     with contextlib.suppress(OSError):  # of reading the file
-        while orphans := {int(child) for child in children.read_text().split()} - running:
+        while orphans := {int(child) for child in children.read_text().split()} - kept:
             for orphan in orphans:
                 _kill(orphan)
 

@@ -48,6 +48,9 @@ class AdvantageInputs:
         importance_weights: [t], or `None`.
         components: name -> [num_rollouts] float64 of each reward component; NaN where a rollout does not report it.
         has_reward: [num_rollouts] bool; always `None` for estimators.
+        weights: weight of each source of `reward.components` in this step, by the name of its component.
+        turn_rewards: [t] float32, each turn's reward at its last token, or `None`.
+        turn_states: [t] int64, state of each turn at its first token (see `Branch`), else 0; `None` without episodes.
     """
 
     scores: np.ndarray
@@ -65,6 +68,9 @@ class AdvantageInputs:
     options: Any = None
     components: Mapping[str, np.ndarray] = field(default_factory=dict)
     has_reward: np.ndarray | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: torch.Tensor | None = None
+    turn_states: torch.Tensor | None = None
 
     def grouped_scores(self) -> list[np.ndarray]:
         """Return the scores of each group: [num_groups][group size] float64."""
@@ -228,12 +234,14 @@ def compute_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) ->
 
     A_i = (r_i - mean(r)) / (std(r) + 1e-6)          std unbiased; not divided if `norm_adv_by_std=False`
     """
-    if not config.norm_adv_by_std:
-        return inputs.expand(centre_scores(inputs))
     groups = inputs.grouped_scores()
-    return inputs.expand(
-        np.concatenate([centre(r) / (r.std(ddof=1) + STD_EPSILON) if len(r) > 1 else np.zeros(1) for r in groups])
-    )
+    return inputs.expand(np.concatenate([normalize_scores(scores, config.norm_adv_by_std) for scores in groups]))
+
+
+def normalize_scores(scores: np.ndarray, by_std: bool) -> np.ndarray:
+    """Subtract the mean, and divide by the standard deviation if `by_std`; one score alone becomes 0."""
+    is_divided = by_std and len(scores) > 1
+    return centre(scores) / (scores.std(ddof=1) + STD_EPSILON) if is_divided else centre(scores)
 
 
 def centre_scores(inputs: AdvantageInputs) -> np.ndarray:

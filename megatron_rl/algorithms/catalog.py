@@ -38,13 +38,14 @@ class RegisteredEstimator:
     needs_group: bool = False
     needs_sum_pi_squared: bool = False
     needs_old_logprobs: bool = True
+    needs_turns: bool = True  # the turns' states of an episode
 
 
 def _formula(
-    name: str, module: str = "estimators", *, needs_old_logprobs: bool = False, **needs: bool
+    name: str, module: str = "estimators", *, needs_old_logprobs: bool = False, needs_turns: bool = False, **needs: bool
 ) -> RegisteredEstimator:
     formula = Deferred(f"megatron_rl.algorithms.{module}", f"compute_{name}_advantages")
-    return RegisteredEstimator(formula, needs_old_logprobs=needs_old_logprobs, **needs)
+    return RegisteredEstimator(formula, needs_old_logprobs=needs_old_logprobs, needs_turns=needs_turns, **needs)
 
 
 ADVANTAGE_ESTIMATORS: Registry[RegisteredEstimator] = Registry(
@@ -55,6 +56,7 @@ ADVANTAGE_ESTIMATORS: Registry[RegisteredEstimator] = Registry(
         ("optimal_token_baseline", "tir_optimal_token_baseline"),
         _formula("optimal_token_baseline", needs_group=True, needs_sum_pi_squared=True, needs_old_logprobs=True),
     ),
+    **{name: _formula(name, "turn_estimators", needs_group=True, needs_turns=True) for name in ("gigpo", "grpo_turns")},
     remax=_formula("remax", needs_greedy_baseline=True),
     reinforce_plus_plus_baseline=_formula("reinforce_plus_plus_baseline", needs_group=True),
     reinforce_plus_plus=_formula("reinforce_plus_plus"),
@@ -214,7 +216,7 @@ def _find_early_reader(config: RunConfig, estimator: RegisteredEstimator) -> str
         return "algorithm.kl_in = 'reward' makes rewards of them"
     if config.teachers and algorithm.distillation.kind == SAMPLED:
         return "algorithm.distillation makes advantages of them"
-    return find_early_reader_of_loss(algorithm, minibatches, has_branches=config.agents.has_episodes)
+    return find_early_reader_of_loss(algorithm, minibatches, has_branches=config.has_episodes)
 
 
 def find_early_reader_of_loss(algorithm: AlgorithmConfig, minibatches: int, *, has_branches: bool) -> str:
@@ -230,6 +232,7 @@ def find_early_reader_of_loss(algorithm: AlgorithmConfig, minibatches: int, *, h
         return f"algorithm.policy_loss = {algorithm.policy_loss!r} chooses tokens of the whole step by them"
     if algorithm.importance_normalize and algorithm.importance_sampling not in ("none", "bypass"):
         return "algorithm.importance_normalize divides by a mean over the whole step"
+    has_branches = has_branches and algorithm.importance_by == "rollout"
     if has_branches and algorithm.importance_sampling.startswith(("sequence", "product")):
         return (
             f"algorithm.importance_sampling = {algorithm.importance_sampling!r} weighs episodes with all their branches"

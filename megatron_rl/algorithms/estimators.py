@@ -88,11 +88,13 @@ def compute_gpg_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
 def compute_gdpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """Compute GRPO's advantages of each reward component, then whiten their weighted sum (GDPO, arXiv 2601.05242).
 
-    Components and weights are `algorithm.options.gdpo.rewards` and `weights`; the reward itself has no effect.
+    Components and weights are `algorithm.options.gdpo.rewards` and `weights`, or without `rewards` the sources of
+    `reward.components` with their weights in this step; the reward itself has no effect.
     """
     rewards, weights = inputs.options.rewards, inputs.options.weights
+    given = dict(zip(rewards, weights or [1.0] * len(rewards), strict=True)) if rewards else inputs.weights
     total = torch.zeros_like(inputs.token_rewards)
-    for name, weight in zip(rewards, weights or [1.0] * len(rewards), strict=True):
+    for name, weight in given.items():
         scores = inputs.components.get(name, np.full(len(inputs.scores), np.nan))
         if np.isnan(scores).any():
             raise UserError(

@@ -50,7 +50,7 @@ def compute_importance_weights(
 
     Args:
         old_logprobs, rollout_logprobs: [t]; ignored at masked positions.
-        responses: tokens of each rollout, all branches included; in modes sequence and product they share a weight.
+        responses: tokens of each rollout or branch (`importance_by`), which share a weight in modes sequence, product.
 
     Returns:
         [t] float32 weights, 0 outside the mask, and 0-d sums over this rank for `finish_importance_weights`. No device

@@ -39,6 +39,8 @@ class PolicyLossInputs:
         old_logprobs: of the policy before the update.
         sequence_ids: int64; -1 on padding.
         chosen: bool, tokens picked by `choose_tokens`, or `None`.
+        rollout_rows: int64, rows since the first row of the token's rollout, whose branches are one sequence of the
+            loss then; `None`: each sequence is.
     """
 
     logprobs: torch.Tensor
@@ -48,6 +50,7 @@ class PolicyLossInputs:
     sequence_ids: torch.Tensor
     chosen: torch.Tensor | None = None
     options: Any = None
+    rollout_rows: torch.Tensor | None = None
 
 
 def number_segments(sequence_ids: torch.Tensor) -> torch.Tensor:

@@ -35,8 +35,8 @@ def compute_gspo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tupl
         s_it = sg[s_i] * exp(logprobs_t - sg[logprobs_t])           equal to s_i
         loss_t = -min(s_it A_t, clip(s_it, 1 - eps_low, 1 + eps_high) A_t)
 
-    With seq-mean-token-mean, this has the value and gradient of -min(s_i A_i, clip(s_i) A_i). A forked episode has a
-    ratio per branch, since its branches may be in different microbatches.
+    With seq-mean-token-mean, this has the value and gradient of -min(s_i A_i, clip(s_i) A_i). Of a forked episode, the
+    sequence is each branch or the whole rollout (`ratio_by`).
     """
     mean = _sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs)
     log_ratio = mean + (inputs.logprobs - inputs.logprobs.detach())
@@ -50,8 +50,7 @@ def compute_geo_mean_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
         s_i = exp(mean_t c_t)
         loss_t = -mean_t(A_t) sg[s_i] exp(c_t - sg[c_t])
 
-    With seq-mean-token-mean, this has the value and gradient of -A_i s_i. Each branch of a forked episode is a
-    sequence of its own.
+    With seq-mean-token-mean, this has the value and gradient of -A_i s_i. Sequences are those of `compute_gspo_loss`.
     """
     log_ratio, advantages = inputs.logprobs - inputs.old_logprobs, inputs.advantages
     bounded = log_ratio.clamp(-config.clip_eps_low, config.clip_eps_high)
@@ -167,7 +166,10 @@ def _cut_outwards(
 @torch.no_grad()
 def _sequence_mean(values: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tensor:
     """Return each token's mean over its sequence's tokens in the loss, [t]; `values` must be 0 at masked positions."""
-    segments = number_segments(inputs.sequence_ids)
+    rows = inputs.rollout_rows
+    segments = (
+        number_segments(inputs.sequence_ids) if rows is None else torch.arange(len(rows), device=rows.device) - rows
+    )
     count = sum_per_segment(inputs.loss_mask, segments).clamp(min=1)
     return (sum_per_segment(values, segments) / count).to(values.dtype)
 

@@ -351,7 +351,8 @@ _DATA: dict[str, Alias] = {
     ),
     "sampler.class_path": Only(
         (),
-        "there is no loader for verl's samplers; name a function of (prompts, epoch) in data.shuffle",
+        "there is no loader for verl's samplers; name a function of (prompts, epoch) in data.shuffle, or a class in "
+        "data.curriculum.kind",
     ),
     **each("custom_cls.name sampler.class_name datagen.name", Ignored("it belongs to a file that is given")),
 }

@@ -42,12 +42,32 @@ class DroOptions:
 class GdpoOptions:
     """The estimator gdpo."""
 
-    rewards: list[str] = option([], "Names of the reward components that are normalized, as in metrics reward/NAME.")
-    weights: list[float] | None = option(None, "Their weights; null: 1 each.")
+    rewards: list[str] = option(
+        [], "Components that are normalized, as in reward/NAME; none: reward.components, with the weights there."
+    )
+    weights: list[float] | None = option(None, "Weights of rewards; null: 1 each.")
+
+
+@dataclass(frozen=True)
+class GigpoOptions:
+    """The estimator gigpo."""
+
+    step_weight: float = option(1.0, "Weight of the advantage among turns in the same state; 0: grpo.", ge=0)
+
+
+@dataclass(frozen=True)
+class GrpoTurnsOptions:
+    """The estimator grpo_turns."""
+
+    baseline: Literal["turn", "group"] = option(
+        "turn", "Returns are compared with those of the group's episodes at the same turn, or at any turn."
+    )
 
 
 # Name of an estimator, loss or aggregation -> the dataclass of its options.
-OPTIONS: dict[str, type] = {"dro": DroOptions, "gdpo": GdpoOptions}
+OPTIONS: dict[str, type] = {
+    "dro": DroOptions, "gdpo": GdpoOptions, "gigpo": GigpoOptions, "grpo_turns": GrpoTurnsOptions
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +80,22 @@ class AlgorithmConfig:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # NAME -> dataclass
     adv_estimator: str = option(
         "grpo",
-        "gae, grpo, dr_grpo, grpo_passk, rloo, opo, gpg, gdpo, optimal_token_baseline, tir_optimal_token_baseline, "
+        "gae, grpo, dr_grpo, grpo_passk, grpo_turns, gigpo, rloo, opo, gpg, gdpo, optimal_token_baseline, "
+        "tir_optimal_token_baseline, "
         "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, distill (teachers alone), or a plugin's.",
     )
-    norm_adv_by_std: bool = option(True, "grpo, grpo_passk, gdpo: divide by the standard deviation (else: Dr. GRPO).")
-    gamma: float = option(1.0, "Discount per token (gae, reinforce_plus_plus).", ge=0, le=1)
+    norm_adv_by_std: bool = option(True, "grpo*, gdpo, gigpo: divide by the standard deviation (else: Dr. GRPO).")
+    gamma: float = option(
+        1.0, "Discount per token (gae, reinforce_plus_plus) or per turn (gigpo, grpo_turns).", ge=0, le=1
+    )
     gae_lambda: float = option(1.0, "Lambda of generalized advantage estimation.", ge=0, le=1)
     policy_loss: str = option(
         "ppo",
-        "ppo (ratio per token), gspo (per branch), geo_mean (GMPO, likewise), cispo, sapo, dppo_tv, dppo_kl, "
+        "ppo (ratio per token), gspo (per sequence), geo_mean (GMPO, likewise), cispo, sapo, dppo_tv, dppo_kl, "
         "clip_cov, kl_cov, dro, policy_gradient, or a plugin's.",
+    )
+    ratio_by: Literal["branch", "rollout"] = option(
+        "branch", "gspo, geo_mean: the sequence is a branch, or a rollout; its branches then share a microbatch."
     )
     clip_eps_low: float = option(
         0.2,
@@ -151,9 +177,12 @@ class AlgorithmConfig:
     ] = option(
         "none",
         "Correction of the gap between engine and trainer: weight exp(old_logprobs - rollout_logprobs) per token, "
-        "or per rollout, with all branches (sequence: geometric mean, product: product of its tokens), truncated at "
+        "or per importance_by (sequence: geometric mean, product: product of its tokens), truncated at "
         "importance_high, or masked unless within [importance_low, importance_high]. bypass: no weights; the policy "
         "loss takes rollout_logprobs as old_logprobs.",
+    )
+    importance_by: Literal["rollout", "branch"] = option(
+        "rollout", "Modes sequence and product, reject_sequence_above: the sequence is a rollout, or one branch of it."
     )
     importance_normalize: bool = option(
         False, "Divide the weights by their mean over the step's tokens (sequence, product: responses)."

@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from megatron_rl.config.algorithm import OPTIONS
-from megatron_rl.config.fields import PREFIX, render
+from megatron_rl.config.fields import PREFIX, SOURCES, render
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.extension.registry import ENGINES, name_engines
 from megatron_rl.types import UserError, UserErrors
@@ -47,11 +47,16 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class CheckedConfig:
-    """A config whose values are read by full name, with the origin of each value."""
+    """A config whose values are read by full name, with the origin of each value.
+
+    Attributes:
+        titles: full name -> the setting that gives its value in a config of `RunConfig.by_source`.
+    """
 
     config: RunConfig
     sources: Mapping[str, str] = field(default_factory=dict)
     mistakes: Mistakes = field(default_factory=Mistakes)
+    titles: Mapping[str, str] = field(default_factory=dict)
 
     def apply(self, rule: Callable[..., None], *args: Any) -> None:
         """Call `rule(self, *args)`; the rule ends early, without an error, when it reads an invalid setting."""
@@ -64,6 +69,9 @@ class CheckedConfig:
         if section == "teachers":
             teacher, _, leaf = leaf.partition(".")
             section = f"teachers.{teacher}"
+        elif name.startswith(f"{SOURCES}."):
+            source, _, leaf = leaf.removeprefix("sources.").partition(".")
+            section = f"{SOURCES}.{source}"
         elif leaf.startswith("further."):
             section, _, leaf = name.rpartition(".")
         owner, refused = self.config.section(section), self.mistakes.refused
@@ -75,7 +83,7 @@ class CheckedConfig:
             # A property or method may read any setting of the class that declares it.
             declaring = next(one for one in type(owner).__mro__ if leaf in vars(one))
             read |= {f"{section}.{item.name}" for item in fields(declaring)}
-        if refused & read:
+        if refused & {self.titles.get(one, one) for one in read}:
             raise _Unknown
         return attrgetter(leaf)(owner)
 
@@ -90,9 +98,10 @@ class CheckedConfig:
             why: end of the error, after "name = value".
         """
         if not holds:
+            value, name = self.get(name), self.titles.get(name, name)
             place = self.sources.get(name)
             source = f"{name} ({place})" if place else name
-            found = f"{name} = {self.get(name)!r} {why}"
+            found = f"{name} = {value!r} {why}"
             self.mistakes.errors.append(UserError(found, source=source, expected=expected, hint=hint))
         return holds
 

@@ -29,7 +29,8 @@ _FEATURES = attrgetter(
     *("actor.expert_tensor_parallel_size", "actor.mtp_lr", "actor.router_replay", "reward_model.zero_stage"),
     "reward_model.further",
     *("actor.optimizer", "critic.optimizer"),
-    *("data.weights", "hybrid.lora", "rollout.engine_options", "rollout.quantization"),
+    *("data.curriculum", "data.sources", "data.weights", "hybrid.lora", "rollout.engine_options"),
+    "rollout.quantization",
     *("rollout.bitwise", "rollout.thinking_budget", "rollout.validation_sets", "rollout.top_p", "rollout.top_k"),
     *("rollout.min_p", "rollout.min_tokens", "rollout.validation_top_p", "rollout.validation_top_k", "agents"),
     *("schedule", "teachers", "placement.teachers", "algorithm.distillation", "reference.reset_every"),
@@ -50,7 +51,7 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mista
     """
     config = CheckedConfig(cfg, sources or {}, mistakes or Mistakes())
     # Rules that read a value outside of its bounds are skipped.
-    for info in (*_list_bounded(tuple(cfg.teachers)), *list_options().values()):
+    for info in (*_list_bounded(tuple(cfg.teachers), tuple(cfg.data.sources)), *list_options().values()):
         name = info.name
         if name not in config.mistakes.refused and (violation := info.find_violation(config.get(name))):
             config.require(False, name, **violation)
@@ -63,12 +64,19 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mista
 
 
 @lru_cache(maxsize=16)  # a planner checks thousands of configs
-def _list_bounded(teachers: tuple[str, ...]) -> tuple[FieldInfo, ...]:
+def _list_bounded(teachers: tuple[str, ...], sources: tuple[str, ...]) -> tuple[FieldInfo, ...]:
     """Return the settings of the sections that have bounds."""
-    return tuple(info for info in list_fields(teachers).values() if info.bounds)
+    return tuple(info for info in list_fields(teachers, sources).values() if info.bounds)
 
 
 _HIGH = "algorithm.importance_high"
+OVERLONG_BUFFER = (
+    "reward.overlong_buffer_length",
+    operator.le,
+    "data.max_response_length",
+    "is more than",
+    "give a shorter buffer",
+)
 # Setting, how it compares with another one, the fault if it does not, and the remedy.
 _ORDERED = (
     *((f"{role}.min_lr", operator.le, f"{role}.lr", "is above the peak", f"lower {role}.min_lr") for role in TRAINED),
@@ -111,7 +119,7 @@ def _check_data(config: CheckedConfig) -> None:
         paths = [os.path.normpath(path) for path in files]
         repeated = sorted({path for path in paths if paths.count(path) > 1})
         config.require(
-            not repeated,
+            not repeated or bool(config.config.data.sources),
             name,
             f"names {', '.join(repeated)} twice",
             expected="each file once",
@@ -174,6 +182,10 @@ def _check_features(config: CheckedConfig) -> None:
         from megatron_rl.config.feature_checks import check_features
 
         check_features(config)
+    if config.config.data.sources:
+        from megatron_rl.config.mixture import check_sources
+
+        check_sources(config, _check_reward, lambda one: _check_order(one, *_ORDERED[-1]))
 
 
 _RULES = (

@@ -109,6 +109,24 @@ def _check_weights(config: CheckedConfig) -> None:
     )
 
 
+def _check_curriculum(config: CheckedConfig) -> None:
+    kind, window = config.get("data.curriculum.kind"), config.get("data.curriculum.window")
+    config.require(
+        kind in ("off", "window", "prioritized", "levels") or ".py:" in kind,
+        "data.curriculum.kind",
+        "is no curriculum",
+        expected="off, window, prioritized, levels or path.py:name",
+        hint="docs/curriculum.md describes them",
+    )
+    config.require(
+        len(window) == 2 and 0 <= window[0] <= window[1] <= 1,
+        "data.curriculum.window",
+        "is no range of pass rates",
+        expected="two numbers, 0 <= low <= high <= 1",
+        hint="the default is [0.1, 0.9]",
+    )
+
+
 def _check_step_mode(config: CheckedConfig, section: str) -> None:
     """Check the settings that fixed shapes and CUDA graphs restrict; `training/optimizer.py` checks for a GPU."""
     mode, budget = config.get(f"{section}.step_mode"), config.get(f"{section}.max_tokens_per_microbatch")
@@ -200,7 +218,7 @@ def _check_layers(config: CheckedConfig) -> None:
     config.exclude("actor.mtp_lr", *((name, value, why) for name, value in needed))
 
 
-def _check_engine(config: CheckedConfig) -> None:
+def check_engine(config: CheckedConfig) -> None:
     """Refuse settings that the engine does not support."""
     supports, engine = config.supports, config.get("rollout.engine")
     for ability, name, value, why in (
@@ -368,7 +386,7 @@ def _check_validation_sets(config: CheckedConfig) -> None:
 _EPISODES = ("agents.environment", "agents.tools", "agents.program")
 
 
-def _check_thinking(config: CheckedConfig) -> None:
+def check_thinking(config: CheckedConfig) -> None:
     """Refuse a thinking budget, which inserts tokens into responses, with episodes or `trainer.capture_step`."""
     name, budget = "rollout.thinking_budget", config.get("rollout.thinking_budget")
     sets = (config.get("rollout.for_validation")(one) for one in ("", *config.get("rollout.validation_sets")))
@@ -387,7 +405,7 @@ def _check_thinking(config: CheckedConfig) -> None:
     config.allow("trainer.capture_step", None, why, f"leave out {name}")
 
 
-def _check_sampling(config: CheckedConfig) -> None:
+def check_sampling(config: CheckedConfig) -> None:
     """Check `top_k` and `min_tokens`; refuse truncated sampling if the step mode or the engine does not support it."""
     for name in ("rollout.top_k", "rollout.validation_top_k"):
         value = config.get(name)
@@ -452,7 +470,7 @@ def _check_schedule(config: CheckedConfig) -> None:
     )
 
 
-def _check_agents(config: CheckedConfig) -> None:
+def check_agents(config: CheckedConfig) -> None:
     """Refuse settings that do not work with episodes of several turns."""
     names = [name for name in _EPISODES if config.get(name)]
     if not names:
@@ -464,6 +482,28 @@ def _check_agents(config: CheckedConfig) -> None:
         f"with {source}: one of them makes the episodes",
         expected="one of agents.environment, agents.tools and agents.program",
         hint="leave out the others",
+    )
+    kind, is_harbor = config.get("agents.sandbox.kind"), (config.get("agents.environment") or "").startswith("harbor:")
+    config.require(
+        kind is not None or not is_harbor and "bash" not in config.get("agents.tools"),
+        "agents.sandbox.kind",
+        "runs no commands, which agents.tools = bash and agents.environment = harbor:... need",
+        expected="local, docker, podman, or the URL of a service",
+        hint="set agents.sandbox.kind=local",
+    )
+    config.require(
+        kind in (None, "local", "docker", "podman") or kind.startswith(("http://", "https://")),
+        "agents.sandbox.kind",
+        "is no kind of sandbox",
+        expected="local, docker, podman, or the URL of a service",
+        hint="set agents.sandbox.kind=local",
+    )
+    config.require(
+        kind not in ("docker", "podman") or config.get("agents.sandbox.image") is not None or is_harbor,
+        "agents.sandbox.image",
+        f"with agents.sandbox.kind = {kind}: a container has an image",
+        expected="the name of an image with sh and timeout",
+        hint="set agents.sandbox.image=debian:12",
     )
     config.exclude(source, ("trainer.capture_step", None, "a capsule holds one turn of each rollout"))
     name, most = "agents.turn_timeout_seconds", config.get("trainer.collective_timeout")
@@ -523,11 +563,12 @@ def _check_gdpo(config: CheckedConfig) -> None:
     name = "algorithm.options.gdpo.rewards"
     if config.get("algorithm.adv_estimator") == "gdpo":
         rewards, weights = config.get(name), config.get("algorithm.options.gdpo.weights")
+        named = bool(rewards or config.get("reward.components"))
         config.require(
-            bool(rewards) and len(rewards) == len(weights or rewards),
+            named and len(rewards) == len(rewards if weights is None else weights),
             name,
             f"with algorithm.options.gdpo.weights = {weights}",
-            expected="names of reward components, as many as weights",
+            expected="names of reward components, as many as weights, or neither and reward.components",
             hint=f"set {name}=[accuracy,format]: numbers that the reward function returns beside score",
         )
         config.allow("algorithm.kl_in", "loss", "with gdpo: KL in the reward has no effect", "another estimator")
@@ -602,18 +643,19 @@ def _check_reset(config: CheckedConfig) -> None:
 
 _RULES = (
     _check_weights,
+    _check_curriculum,
     _check_further,
     _check_quantization,
     _check_zero_stages,
-    _check_engine,
-    _check_sampling,
-    _check_thinking,
+    check_engine,
+    check_sampling,
+    check_thinking,
     _check_precision,
     _check_bitwise,
     _check_server,
     _check_routes,
     _check_schedule,
-    _check_agents,
+    check_agents,
     _check_layers,
     _check_gdpo,
     _check_teachers,

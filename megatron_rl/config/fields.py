@@ -50,7 +50,7 @@ _COMPARISONS: dict[str, tuple[Any, str, str]] = {
 }
 _WRONG = {("ge", 0): "is negative", ("gt", 0): "is not positive"}
 _read_hints = functools.cache(typing.get_type_hints)
-TEACHERS = "teachers"  # the section whose keys are names
+TEACHERS, SOURCES = "teachers", "data.sources"  # their keys are names
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,24 @@ class FieldInfo:
         return None
 
 
-def list_fields(teachers: Iterable[str] = ("NAME",)) -> dict[str, FieldInfo]:
-    """Return every setting of every section by full name, in order; by default NAME stands for the teachers' names."""
+def list_fields(teachers: Iterable[str] = ("NAME",), sources: Iterable[str] = ("NAME",)) -> dict[str, FieldInfo]:
+    """Return every setting of every section by full name, in order.
+
+    Args:
+        teachers, sources: names of teachers and of sources of prompts; by default NAME stands for them.
+    """
     table: dict[str, FieldInfo] = {}
     for section, section_class in section_classes().items():
         for prefix in [f"{TEACHERS}.{name}" for name in teachers] if section == TEACHERS else [section]:
             found = read_fields(section_class, prefix)
             if issubclass(section_class, LayoutConfig) and section != "actor":
                 found = {name: info for name, info in found.items() if name.rpartition(".")[2] not in ACTOR_DECIDES}
+            if section == "data":
+                del found[SOURCES]
+                for name in sources:
+                    from megatron_rl.config.source_settings import SourceConfig
+
+                    found |= read_fields(SourceConfig, f"{SOURCES}.{name}")
             table |= found
     table.pop("algorithm.options")
     return table

@@ -65,6 +65,7 @@ class RunSpec:
     needs_greedy_baseline: bool = False
     needs_group: bool = False
     needs_sum_pi_squared: bool = False
+    needs_turns: bool = False
     why_recompute: str = ""  # reason for `old_logprobs` before the update; empty if its first pass gives them
 
     @property

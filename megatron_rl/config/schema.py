@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from megatron_rl.config.algorithm import AlgorithmConfig, PreferenceConfig
@@ -275,8 +276,8 @@ class RewardConfig:
     )
     components: list[str] = option(
         [],
-        "Weighted sum of sources, each 'WEIGHT SOURCE': a rule, path.py:name, an http(s) URL, or 'model'; "
-        "overrules rule and function.",
+        "Weighted sum of sources, each 'WEIGHT SOURCE': a rule, path.py:name, an http(s) URL, or 'model'; with a "
+        "schedule (1@0,0.2@100 SOURCE) and thresholds (docs/rewards.md); overrules rule and function.",
     )
     workers: int = option(0, "Processes per rank for rules and functions; 0: in the rank itself.", "processes", ge=0)
     worker_secrets: list[str] = option([], "Variables that workers get although their names say key, token or secret.")
@@ -308,8 +309,13 @@ class RewardConfig:
     @property
     def models(self) -> list[str]:
         """Reward models in `components`: model, model:NAME."""
-        targets = [component.strip().partition(" ")[2].strip() for component in self.components]
-        return [target for target in targets if target.partition(":")[0] == REWARD_MODEL]
+        return [target for target in self.targets if target.partition(":")[0] == REWARD_MODEL]
+
+    @property
+    def targets(self) -> list[str]:
+        """Sources in `components`, without their weights and conditions."""
+        texts = [component.strip().partition(" ")[2] for component in self.components]
+        return [text.partition(" if ")[0].partition(" >= ")[0].strip() for text in texts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,6 +427,25 @@ class RunConfig:
             changes[name] = {leaf: getattr(self.actor, leaf) for leaf in ACTOR_DECIDES if hasattr(section, leaf)}
         return self.with_sections(changes)
 
+    @cached_property
+    def by_source(self) -> dict[str, RunConfig]:
+        """Configs of the sources of prompts by name; without `data.sources`, this config by an empty name."""
+        if not self.data.sources:
+            return {"": self}
+        from megatron_rl.config.source_settings import split_sources
+
+        return split_sources(self)
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether a source of prompts has episodes of several turns."""
+        return any(one.agents.has_episodes for one in self.by_source.values())
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether rollouts of a source of prompts are drawn from a part of the vocabulary."""
+        return any(one.rollout.is_truncated for one in self.by_source.values())
+
     @property
     def reference_layout(self) -> ActorConfig:
         """The actor's section, with the reference's token budget."""
@@ -428,9 +453,11 @@ class RunConfig:
         return replace(self.actor, max_tokens_per_microbatch=budget)
 
     def section(self, name: str) -> Any:
-        """Return a section by its name, also `teachers.NAME` and `reward_model.further.NAME`."""
+        """Return a section by its name, also `teachers.NAME`, `reward_model.further.NAME` and `data.sources.NAME`."""
         first, _, inner = name.partition(".")
         section = getattr(self, first)
+        if first == "data" and inner:
+            return section.sources[inner.partition(".")[2]]
         if first == "reward_model" and inner:
             given = {"further": {}, **section.further[inner.partition(".")[2]]}
             if given.get("tensor_model_parallel_size") == 1:

@@ -120,18 +120,34 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SandboxConfig:
+    """Where an episode's commands run: one sandbox an episode, with limits (docs/agents.md#sandboxes)."""
+
+    kind: str | None = option(
+        None, "local (namespaces of this machine), docker, podman, or the URL of a service; null: none."
+    )
+    image: str | None = option(None, "Image of the containers, with sh and timeout.")
+    seconds: float = option(30.0, "Limit of a command.", "seconds", gt=0)
+    memory_mib: int = option(1024, "Memory of all processes.", "MiB", ge=16)
+    processes: int = option(64, "Processes and threads.", "processes", ge=1)
+    disk_mib: int = option(256, "All files of a sandbox, and the output of a command.", "MiB", ge=1)
+    network: bool = option(False, "Give the sandbox the machine's network, with its loopback.")
+    warm: int = option(2, "Sandboxes that are started ahead, for each engine.", "sandboxes", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AgentsConfig:
     """Episodes: an environment answers the policy's replies until it ends the episode."""
 
     environment: str | None = option(
         None,
-        "calculator, textarena:GAME, gem:GAME, reasoning-gym:NAME, verifiers:TASKSET, openenv:URL, or your class,"
-        " path.py:Name; null: one response a prompt.",
+        "calculator, textarena:GAME, gem:GAME, reasoning-gym:NAME, verifiers:TASKSET, openenv:URL,"
+        " harbor:DIRECTORY, or your class, path.py:Name; null: one response a prompt.",
     )
     tools: list[str] = option(
         [],
-        "Instead of an environment, tools that replies call: calculator, python, search:CORPUS.jsonl, mcp:COMMAND,"
-        " or your path.py:function.",
+        "Instead of an environment, tools that replies call: calculator, python, bash (in a sandbox),"
+        " search:CORPUS.jsonl, mcp:COMMAND, or your path.py:function.",
     )
     tool_format: Literal["auto", "hermes", "qwen3_coder", "glm", "deepseek", "mistral", "llama3"] = option(
         "auto", "How replies write tool calls; auto: as the chat template writes earlier calls."
@@ -154,6 +170,8 @@ class AgentsConfig:
         "Where the chat template renders earlier replies differently than they were sampled: keep the tokens, or "
         "follow the template, which forks the episode.",
     )
+
+    sandbox: SandboxConfig = option(SandboxConfig(), "Where commands of episodes run, with limits (docs/agents.md).")
 
     @cached_property
     def has_episodes(self) -> bool:
@@ -266,9 +284,30 @@ LONGEST_PERIOD = 100_000  # prompts after which a mixture of files repeats
 
 
 @dataclass(frozen=True, kw_only=True)
+class CurriculumConfig:
+    """Choice of training prompts by earlier outcomes (docs/curriculum.md)."""
+
+    kind: str = option(
+        "off",
+        "off; window: prompts with a pass rate in the window; prioritized: with chances by their pass rate p, 4 p "
+        "(1 - p); levels: of a level that rises; or your path.py:name, a subclass of data.curriculum.Curriculum.",
+    )
+    window: list[float] = option(
+        [0.1, 0.9], "Lowest and highest pass rate of window; levels: below and from which the level falls and rises."
+    )
+    explore: float = option(0.1, "Least chance of any prompt (levels: of easier ones).", "share", ge=0, le=1)
+    column: str | None = option(
+        None, "Prompts with the same value of this column share a pass rate; default: each has its own (levels: level)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Prompts: files and their columns, batch size, lengths, chat template."""
 
+    sources: dict[str, Any] = option(
+        {}, "A mixture of sources of prompts (docs/recipes.md), instead of train_files: a list, or by name."
+    )
     train_files: list[str] = option(
         MISSING,
         "JSONL or parquet files with training prompts, reasoning-gym:NAME, "
@@ -293,6 +332,9 @@ class DataConfig:
         "Prompts longer than max_prompt_length: refuse, keep the end (truncate), the beginning (truncate_right) or"
         " both (truncate_middle), or drop. Chats lose messages, never the template.",
     )
+    system_prompt: str | None = option(
+        None, "System message of chats that have none; plain text prompts are refused with it."
+    )
     apply_chat_template_kwargs: dict[str, Any] = option(
         {}, "Options of the chat template, such as enable_thinking; a row's column chat_template_kwargs overrides them."
     )
@@ -310,6 +352,7 @@ class DataConfig:
     shuffle: bool | str = option(
         True, "Shuffle the prompts of each epoch (by trainer.seed); or your path.py:name, (prompts, epoch) -> indices."
     )
+    curriculum: CurriculumConfig = CurriculumConfig()
 
 
 def reduce_weights(weights: Sequence[float]) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.checked import Mistakes
-from megatron_rl.config.fields import FieldInfo
+from megatron_rl.config.fields import SOURCES, FieldInfo
 from megatron_rl.types import UserError
 
 # Layers: a setting of a higher layer replaces one of a lower layer.
@@ -101,6 +101,9 @@ class _Walker:
             children = {str(key.value): child for key, child in node.value}
             start = f"{prefix}." if prefix else ""
             return [item for key, child in children.items() for item in self.walk(child, f"{start}{key}", depth + 1)]
+        if prefix == SOURCES and isinstance(node, yaml.SequenceNode):  # each entry has settings with lines of their own
+            entries = [self.walk(entry, f"{SOURCES}[{number}]", depth) for number, entry in enumerate(node.value)]
+            return [item for entry in entries for item in entry]
         if not prefix or isinstance(node, yaml.MappingNode):
             raise UserError(
                 "the recipe is not a mapping of sections" if not prefix else f"{prefix} is nested too deeply",
@@ -191,7 +194,7 @@ def _flag_name(flag: str, fields: Mapping[str, FieldInfo], aliases: Callable[[],
     name = flag[2:].replace("-", "_")
     if "." in name:
         return name
-    candidates = [full for full in fields if full.endswith(f".{name}")]
+    candidates = [full for full in fields if full.endswith(f".{name}") and not full.startswith(SOURCES)]
     candidates = candidates or ([name] if name in aliases().alias_targets() else [])
     if not candidates:
         from megatron_rl.config.suggestions import unknown_key_error

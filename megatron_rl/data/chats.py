@@ -146,6 +146,21 @@ def _rename(token: AddedToken, name: str) -> AddedToken:
     return AddedToken(name, single_word=token.single_word, normalized=normalized, special=token.special, **strips)
 
 
+def add_system_prompt(row: Row, column: str, text: str) -> None:
+    """Insert a system message into a row's chat that has none; UserError if the prompt is plain text."""
+    messages = row.columns[column]
+    if isinstance(messages, str):
+        raise UserError(
+            "the prompt is plain text, which has no system message",
+            source=f"{row.location}, data.system_prompt",
+            expected="a list of chat messages",
+            hint="leave data.system_prompt out, or write the prompts as messages",
+        )
+    known = [one for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+    if known and all(one.get("role") != "system" for one in known):
+        row.columns[column] = [{"role": "system", "content": text}, *messages]
+
+
 def read_messages(value: Sequence[Any], row: Row, column: str) -> list[dict[str, Any]]:
     """Return the messages with text contents; text parts are joined (UserError for malformed or no messages)."""
     if not value:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders of prompts that a config chooses: files that take turns by `data.weights`, and a function, `data.shuffle`.
+"""Orders of prompts that a config chooses: files or sources that take turns by weights, and a function, `data.shuffle`;
+and the teacher of each prompt.
 
 With weights, files alternate in a fixed pattern: n prompts include n w of a file with share w, within less than one
 (the chairman assignment of R. Tijdeman, Discrete Mathematics 32, 1980).
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.extension.user_code import call_function, find_function
 from megatron_rl.types import Prompt, UserError
 
@@ -78,3 +80,27 @@ def find_order(name: str, prompts: Sequence[Prompt]) -> Callable[[int], np.ndarr
         return first
 
     return find
+
+
+def choose_teachers(config: RunConfig, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """Return the indices of the prompts that each teacher scores; every teacher is a key.
+
+    Raises:
+        UserError: `algorithm.distillation.choose_by` maps a prompt to no teacher.
+    """
+    column, everything = config.algorithm.distillation.choose_by, list(range(len(prompts)))
+    if column is None:
+        return dict.fromkeys(config.teachers, everything)
+    teacher_of = {value: name for name, teacher in config.teachers.items() for value in teacher.values or [name]}
+    found: dict[str, list[int]] = {name: [] for name in config.teachers}
+    for index, prompt in enumerate(prompts):
+        value = prompt.row.get(column, prompt.data_source if column == "data_source" else None)
+        if value not in teacher_of:
+            raise UserError(
+                f"{column} = {value!r} of prompt_id {prompt.prompt_id} names no teacher",
+                source="algorithm.distillation.choose_by and data.train_files",
+                expected=f"one of {', '.join(teacher_of)}",
+                hint="add the value to teachers.NAME.values, or remove the row",
+            )
+        found[teacher_of[value]].append(index)
+    return found

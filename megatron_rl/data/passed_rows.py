@@ -47,13 +47,13 @@ def pass_rows(name: str, data: Any) -> list[str]:
 def pin_function(name: str, setting: str) -> str:
     """Return the name of a function or class, `path.py:name`, with a digest: of its file, or of the rows it returns.
 
-    For rows it is called without arguments. An order of `data.shuffle` has its file's digest.
+    For rows it is called without arguments. `data.shuffle` and `data.curriculum.kind` have their file's digest.
 
     Raises:
         UserError: there is no such function, it fails, or it returns something else than rows.
     """
     source, function = f"{setting} = {name}", find_function(name, setting, "a function or class")
-    if setting == "data.shuffle":
+    if setting in ("data.shuffle", "data.curriculum.kind"):
         return f"{name}?{blake2b(Path(name.rpartition(':')[0]).read_bytes(), digest_size=12).hexdigest()}"
     return _register(name, function, source)
 

@@ -7,10 +7,10 @@ Chat messages are rendered by the chat template; truncation shortens contents on
 text.
 
 Each prompt occurs once per epoch, of all files together or, with `data.weights`, of its file, unless a function of the
-user decides (`data.shuffle`).
+user decides (`data.shuffle`) or a curriculum does.
 
 Invariants: `prompt_id` is the row index over all files, before any row is dropped. The training prompt at position i
-depends only on (seed, i).
+depends only on (seed, i), unless a curriculum draws it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from megatron_rl.config.schema import DataConfig, RunConfig
+from megatron_rl.config.schema import DataConfig
 from megatron_rl.config.sections import reduce_weights
 from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
@@ -158,6 +158,10 @@ def fit_rows(
             starts.append(row.index)
         prepare(row)
         row.columns[cfg.prompt_key] = parse_messages(row.require(cfg.prompt_key))
+        if cfg.system_prompt is not None:
+            from megatron_rl.data.chats import add_system_prompt
+
+            add_system_prompt(row, cfg.prompt_key, cfg.system_prompt)
         found, is_too_long = fit(row)
         counts["dropped" if found is None else "kept"] += 1
         if found is not None:
@@ -241,30 +245,6 @@ def _ground_truth(row: Row, cfg: DataConfig, is_needed: bool) -> Any:
     return value if value is None or isinstance(value, list | dict) else as_text(value, column, row.location)
 
 
-def choose_teachers(config: RunConfig, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    """Return the indices of the prompts that each teacher scores; every teacher is a key.
-
-    Raises:
-        UserError: `algorithm.distillation.choose_by` maps a prompt to no teacher.
-    """
-    column, everything = config.algorithm.distillation.choose_by, list(range(len(prompts)))
-    if column is None:
-        return dict.fromkeys(config.teachers, everything)
-    teacher_of = {value: name for name, teacher in config.teachers.items() for value in teacher.values or [name]}
-    found: dict[str, list[int]] = {name: [] for name in config.teachers}
-    for index, prompt in enumerate(prompts):
-        value = prompt.row.get(column, prompt.data_source if column == "data_source" else None)
-        if value not in teacher_of:
-            raise UserError(
-                f"{column} = {value!r} of prompt_id {prompt.prompt_id} names no teacher",
-                source="algorithm.distillation.choose_by and data.train_files",
-                expected=f"one of {', '.join(teacher_of)}",
-                hint="add the value to teachers.NAME.values, or remove the row",
-            )
-        found[teacher_of[value]].append(index)
-    return found
-
-
 Order = Callable[[int], np.ndarray]  # epoch -> indices of the prompts
 
 
@@ -329,8 +309,10 @@ class PromptBatches(Generic[T]):
 
     def prompt(self, position: int) -> T:
         """Return the prompt at a position of the stream, from 0."""
-        file, draw = self._turn(position)
-        return self._prompts[self._first[file] + self._orders[file](draw)]
+        return self._prompts[self._locate(*self._turn(position))]
+
+    def _locate(self, file: int, draw: int) -> int:
+        return self._first[file] + self._orders[file](draw)
 
     def __iter__(self) -> Iterator[list[T]]:
         return self
@@ -343,13 +325,13 @@ class PromptBatches(Generic[T]):
         """Skip `count` prompts."""
         self.position += count
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return epoch, offset, and the data set size that defines an epoch."""
         epoch, offset = divmod(self.position, len(self._prompts))
         return {"epoch": epoch, "offset": offset, "num_prompts": len(self._prompts)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore `state_dict` (UserError if the size of the data set has changed); batch_size may differ."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict` (UserError: that of another data set or of a curriculum); batch_size may differ."""
         if state["num_prompts"] != len(self._prompts):
             found = f"the checkpoint was made with {state['num_prompts']} prompts, there are {len(self._prompts)}"
             raise UserError(
@@ -358,4 +340,8 @@ class PromptBatches(Generic[T]):
                 expected="the data set of the run that is resumed",
                 hint="restore the files, or start a new run",
             )
+        if "curriculum" in state:
+            found, source = "off, and the checkpoint's prompts were drawn by a curriculum", "data.curriculum.kind"
+            hint = "data.curriculum.window=[0,1] with kind=window draws every prompt"
+            raise UserError(f"{source} = {found}", source=source, expected="that of the checkpoint", hint=hint)
         self.position = state["epoch"] * len(self._prompts) + state["offset"]

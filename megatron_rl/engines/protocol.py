@@ -63,6 +63,10 @@ class SamplingConfig:
         """True if top-p, top-k or min-p restricts the tokens to draw from."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
+    def for_source(self, source: str) -> SamplingConfig:
+        """Return the parameters for prompts of a source of `data.sources`."""
+        return self
+
     def draws_like(self, other: SamplingConfig) -> bool:
         """Return whether both draw tokens from the same distribution; length limits and stop tokens may differ."""
         return self == replace(other, max_tokens=self.max_tokens, stop_token_ids=self.stop_token_ids)

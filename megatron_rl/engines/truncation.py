@@ -7,14 +7,17 @@ The set that a token is drawn from is recorded: training cannot reconstruct it f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from megatron_rl.config.sections import SamplingSettings
 from megatron_rl.engines.protocol import Sampled, SamplingConfig
+from megatron_rl.parallel.collectives import reduce_scalars
 from megatron_rl.parallel.vocab_parallel import OUTSIDE
-from megatron_rl.types import KeptSets, UserError
+from megatron_rl.types import KeptSets, Rollout, UserError
 
 
 def truncate(
@@ -84,3 +87,31 @@ def add_gumbel_noise(scaled: torch.Tensor, generators: Sequence[torch.Generator]
     """
     noise = torch.stack([torch.rand(scaled.shape[1], generator=g) for g in generators])
     return scaled - (-noise.clamp_min(1e-20).log()).log().to(scaled.device)
+
+
+def describe_kept(
+    rollouts: Iterable[Rollout], settings: SamplingSettings, group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Compute metrics of the token sets that truncated sampling kept, over all engines; collective.
+
+    Args:
+        rollouts: empty except on the first rank of an engine.
+
+    Returns:
+        sampling/kept_mean, kept_max: tokens per set; kept_at_limit: share of sets that `rollout.max_kept_tokens` may
+            have truncated.
+    """
+    counts = [branch.kept.counts for rollout in rollouts for branch in rollout.branches if branch.kept is not None]
+    sizes = np.concatenate([np.empty(0, np.int32), *counts])
+    sizes = sizes[sizes > 0]
+    limit, device = settings.max_kept_tokens, torch.device("cpu")
+    is_bounded = 0 < settings.top_k <= limit
+    sums = {"tokens": len(sizes), "ids": sizes.sum(), "at_limit": 0 if is_bounded else (sizes == limit).sum()}
+    sums = reduce_scalars({name: float(value) for name, value in sums.items()}, dist.ReduceOp.SUM, group, device)
+    largest = reduce_scalars({"max": float(sizes.max(initial=0))}, dist.ReduceOp.MAX, group, device)
+    tokens = max(sums["tokens"], 1.0)
+    return {
+        "sampling/kept_mean": sums["ids"] / tokens,
+        "sampling/kept_max": largest["max"],
+        "sampling/kept_at_limit": sums["at_limit"] / tokens,
+    }

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets of the package reasoning-gym with their scorer: reasoning-gym:NAME?size=500&seed=1.
 
-Rows contain text and a task's index, from which scoring regenerates the task.
+Rows contain text and a task's index, from which scoring regenerates the task. `level=3` makes tasks of one level of the
+package's curriculum for the set; `levels=4` makes `size` tasks of each of the levels 0 to 3, with a column `level`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 from megatron_rl.extension.registry import GYM
 from megatron_rl.types import UserError
@@ -24,6 +25,16 @@ QUESTION = "{question}\n\nWrite your final answer between <answer> and </answer>
 
 def read_reasoning_gym(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the location and columns of each task (UserError: the package, data set or option does not exist)."""
+    name, options = split_options(file)
+    if "levels" in options:
+        if not isinstance(count := options.pop("levels"), int) or count < 1:
+            hint = "levels=4 makes tasks of the levels 0 to 3"
+            raise UserError(f"{file}: levels={count}", source=_SOURCE, expected="a number of levels", hint=hint)
+        texts = {key: json.dumps(value) for key, value in options.items()}
+        for level in range(count):
+            for location, columns in read_reasoning_gym(f"{name}?{urlencode({**texts, 'level': level})}"):
+                yield location, {**columns, "level": level}
+        return
     tasks = _open(file)
     for index in range(len(tasks)):
         task = tasks[index]
@@ -68,7 +79,12 @@ def split_options(text: str) -> tuple[str, dict[str, Any]]:
 def create_tasks(text: str, **more: Any) -> Any:
     """Create the data set "NAME?options" of the package; `more` overrides its options."""
     name, options = split_options(text)
-    return import_module("reasoning_gym").create_dataset(name, **options | more)  # optional, and slow to import
+    package, options = import_module("reasoning_gym"), options | more  # optional, and slow to import
+    if "level" in options:
+        curriculum = import_module("reasoning_gym.factory").create_curriculum(name)
+        curriculum.set_global_level(options.pop("level"))
+        options = vars(curriculum.generate_configuration(options))
+    return package.create_dataset(name, **options)
 
 
 @lru_cache

@@ -32,7 +32,7 @@ from megatron_rl.types import UserError
 METRICS_FILE, ROLLOUTS, CONFIG_FILE = "metrics.jsonl", "rollouts", "config.yaml"
 VALIDATION = "validation"  # holds a folder of rollouts for each set
 MOST_CHARACTERS = 4000  # of a shown text; rollouts/ has all of it
-SAMPLE_FIELDS = ("label", "prompt", "response", "ground_truth", "reward", "finish_reason")
+SAMPLE_FIELDS = ("label", "prompt", "response", "ground_truth", "reward", "reward_components", "finish_reason")
 NumberRecord = Mapping[str, int | float]
 Record = Mapping[str, float | None]  # as read back: null for non-finite numbers
 
@@ -403,10 +403,11 @@ ROWS: tuple[Metric, ...] = (
     Metric("reward/mean", "mean over the rollouts of the step, without those whose episode or reward service failed",
            console="reward {:.4f}", chart="reward"),
     Metric("reward/<data_source>/mean", "mean reward of each data source, if a step has several"),
-    Metric("reward/<component>", "mean of a component: a source, or a key that a reward function returns",
-           alarm="components"),
-    Metric("reward/overlong", "mean of the soft overlong penalty", alarm="components"),
-    Metric("reward/model", "mean score of the reward model, if the reward is a sum"),
+    Metric("reward/weight/<source>", "weight of a source that follows a schedule"),
+    Metric("reward/<component>", "mean of a component: a source (after its thresholds), or a key that a reward "
+           "function returns", console="{component} {:.4g}", chart="reward components", alarm="components"),
+    Metric("reward/overlong", "mean of the soft overlong penalty", console="overlong {:.4g}",
+           chart="reward components", alarm="components"),
     Metric("reward/unmarked_answers", "responses that mark no answer", "share"),
     Metric("reward/math_timeouts", "responses whose answer took too long to read", "share"),
     Metric("reward/math_unparsable_truth", "responses whose ground truth could only be compared as text", "share"),
@@ -415,6 +416,12 @@ ROWS: tuple[Metric, ...] = (
            alarm="restating"),
     Metric("reward/uninformative_groups", "groups whose rewards are all the same", "share",
            chart="truncated responses, groups without signal", alarm="no-signal"),
+    Metric("sources/<source>/prompts", "prompts of a source of data.sources", "prompts"),
+    Metric("sources/<source>/reward", "reward/mean of a source", console="{source} {:.3f}", chart="reward by source"),
+    Metric("sources/<source>/reward/<component>", "a reward metric of a source's rollouts"),
+    Metric("sources/<source>/response_tokens", "mean response tokens of a source", "tokens"),
+    Metric("sources/<source>/truncated", "response/truncated of a source", "share"),
+    Metric("sources/<source>/failed", "episodes of a source that failed", "share"),
     Metric("response/truncated", "responses cut at data.max_response_length", "share",
            chart="truncated responses, groups without signal", alarm="truncated"),
     Metric("tokens/prompt", "prompt tokens of all rollouts of the step", "tokens"),
@@ -426,6 +433,11 @@ ROWS: tuple[Metric, ...] = (
     Metric("sampling/informative_groups", "generated groups with different rewards", "groups"),
     Metric("sampling/filled_groups", "uninformative groups used to fill the batch", "groups"),
     Metric("sampling/dropped_groups", "informative groups beyond the batch", "groups"),
+    Metric("curriculum/passed_over", "prompts that data.curriculum passed over while it drew batches", "prompts"),
+    Metric("curriculum/unseen", "drawn prompts without an outcome so far", "prompts"),
+    Metric("curriculum/filled", "drawn prompts that had been passed over: nothing else was left", "prompts"),
+    Metric("curriculum/pass_rate", "mean pass rate of the prompts that were seen", "share"),
+    Metric("curriculum/level", "mean level of the data sources (data.curriculum.kind=levels)", "level"),
     Metric("sampling/kept_mean", "mean size of the set from which a token was drawn (rollout.top_p, top_k, min_p)",
            "tokens"),
     Metric("sampling/kept_max", "largest such set", "tokens"),

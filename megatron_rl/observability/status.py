@@ -41,10 +41,11 @@ _MOST_CONNECTIONS = 32
 _CONNECTION_SECONDS = 30.0
 # Titles of the charts, in the order of the page; `chart` of a metric names one of them.
 CHARTS = (
-    "reward", "loss", "validation accuracy", "seconds per step", "tokens per second", "KL to the reference", "entropy",
-    "tokens of all responses", "truncated responses, groups without signal", "gradient norm", "clipped tokens",
-    "learning rate", "engine against trainer", "explained variance", "load of the busiest expert", "dead experts",
-    "entropy of routers", "staleness", "busy engines",
+    "reward", "reward components", "reward by source", "loss", "validation accuracy",
+    "seconds per step", "tokens per second",
+    "KL to the reference", "entropy", "tokens of all responses", "truncated responses, groups without signal",
+    "gradient norm", "clipped tokens", "learning rate", "engine against trainer", "explained variance",
+    "load of the busiest expert", "dead experts", "entropy of routers", "staleness", "busy engines",
 )  # fmt: skip
 
 _TAIL_BYTES = 1 << 16
@@ -135,7 +136,7 @@ class StatusPage(Sink):
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replace the previous step's rollouts."""
         if rows:
-            texts = [{k: _text(row[k]) for k in SAMPLE_FIELDS if row.get(k) is not None} for row in rows]
+            texts = [{k: _text(row[k]) for k in SAMPLE_FIELDS if row.get(k) not in (None, {})} for row in rows]
             self._samples = {"step": step, "rows": texts}
 
     def alarm(self, step: int, name: str, text: str) -> None:

@@ -89,25 +89,29 @@ def list_arguments(function: RewardFunction, rollout: Rollout, step: int) -> dic
 
 
 class BatchSource:
-    """A reward source that calls its function once for all responses, or all of a prompt, whose scores are missing."""
+    """A reward source that calls its function once for all responses, or all of a group, whose scores are missing.
+
+    The rollouts of a group begin one after another, in the order of their samples.
+    """
 
     def __init__(self, function: RewardFunction) -> None:
         self._function, self._takes_group = function, takes_group(function)
-        self._waiting: dict[tuple[int, int] | None, list[tuple[Rollout, int, list[Score]]]] = {}
+        self._waiting: dict[int, list[tuple[Rollout, int, list[Score]]]] = {}
+        self._batch = 0  # number of the batch
 
     def begin(self, rollout: Rollout, step: int) -> Callable[[], Score]:
         """Add a decoded rollout to the batch; the returned function waits for its score."""
         entry: tuple[Rollout, int, list[Score]] = (rollout, step, [])
-        batch = (rollout.prompt.prompt_id, step) if self._takes_group else None
-        self._waiting.setdefault(batch, []).append(entry)
-        return partial(self._wait, batch, entry[2])
+        if self._takes_group and self._batch in self._waiting:
+            last, its_step, _ = self._waiting[self._batch][-1]
+            is_same = (last.prompt.prompt_id, its_step) == (rollout.prompt.prompt_id, step)
+            self._batch += not (is_same and last.sample_index < rollout.sample_index)  # a prompt may occur twice
+        self._waiting.setdefault(self._batch, []).append(entry)
+        return partial(self._wait, self._batch, entry[2])
 
-    def _wait(self, name: tuple[int, int] | None, score: list[Score]) -> Score:
+    def _wait(self, number: int, score: list[Score]) -> Score:
         if not score:
-            batch = self._waiting.pop(name)
-            if self._takes_group:  # the function must not see which response ended first
-                batch.sort(key=lambda entry: (entry[0].sample_index, entry[0].response_tokens.tolist()))
-            rollouts, steps, slots = zip(*batch, strict=True)
+            rollouts, steps, slots = zip(*self._waiting.pop(number), strict=True)
             for slot, found in zip(slots, score_batch(self._function, rollouts, steps), strict=True):
                 slot.append(found)
         return score[0]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain, count, product
+from typing import TYPE_CHECKING
 
 from megatron_rl.config.schema import REWARD_MODEL, RewardConfig
 from megatron_rl.rewards.answers import extract_answer
@@ -25,6 +26,9 @@ from megatron_rl.rewards.scoring import (
 )
 from megatron_rl.types import Prompt, UserError
 
+if TYPE_CHECKING:
+    from megatron_rl.rewards.terms import Term
+
 
 def build_reward_plan(
     config: RewardConfig, max_response_length: int, functions: Mapping[str, RewardFunction | None] = {}
@@ -41,11 +45,12 @@ def build_reward_plan(
     if config.components:
         setting = "reward.components"
         weighted = [
-            (*_parse_component(text, f"{setting}[{i}]"), f"{setting}[{i}]") for i, text in enumerate(config.components)
+            (*_parse_component(text, target, f"{setting}[{i}]"), target, f"{setting}[{i}]")
+            for i, (text, target) in enumerate(zip(config.components, config.targets, strict=True))
         ]
     else:
         leaf = next(leaf for leaf in ("function", "rule") if getattr(config, leaf) is not None)
-        weighted = [(1.0, getattr(config, leaf), f"reward.{leaf}")]
+        weighted = [(1.0, None, getattr(config, leaf), f"reward.{leaf}")]
     repeated = next((model for model in config.models if config.models.count(model) > 1), None)
     if repeated is not None:
         raise UserError(
@@ -55,7 +60,7 @@ def build_reward_plan(
             hint="add up the weights, or name another model of reward_model.further as 'model:NAME'",
         )
     sources: dict[str, SourceSpec] = {}
-    for weight, target, setting in weighted:
+    for weight, term, target, setting in weighted:
         name = target if target in RULES else "service" if is_service(target) else target.rpartition(":")[2]
         names = chain([name], (f"{name}_{number}" for number in count(2)))
         taken = {*RESERVED, *sources} - {target if target == REWARD_MODEL else ""}
@@ -77,7 +82,11 @@ def build_reward_plan(
             from megatron_rl.rewards.calls import takes_group as find_group
 
             takes_group = find_group(loaded)
-        sources[name] = SourceSpec(name, weight, target, setting, loaded, takes_group)
+        sources[name] = SourceSpec(name, weight, target, setting, loaded, takes_group, term)
+    if any(term for _, term, *_ in weighted):
+        from megatron_rl.rewards.terms import resolve_others
+
+        sources = resolve_others(sources, config.models)
     models = tuple(source for source in sources.values() if source.target in config.models)
     local = tuple(source for source in sources.values() if source not in models)
     return RewardPlan(local, models, bool(config.components), config, max_response_length)
@@ -88,20 +97,25 @@ def is_service(target: str) -> bool:
     return target.startswith(("http://", "https://"))
 
 
-def _parse_component(text: str, setting: str) -> tuple[float, str]:
-    weight, _, target = text.strip().partition(" ")
+def _parse_component(text: str, target: str, setting: str) -> tuple[float, Term | None]:
+    weight, _, rest = text.strip().partition(" ")
+    if "@" in weight or rest.strip() != target:
+        from megatron_rl.rewards.terms import parse_term
+
+        term = parse_term(text, target, setting)
+        return term.weights[0], term
     try:
         value = float(weight)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value) or not target.strip():
+    if not math.isfinite(value) or not target:
         raise UserError(
             f'"{text}" is not a weight and a source',
             source=setting,
             expected="WEIGHT SOURCE",
             hint="write e.g. '1.0 math', '0.1 my_reward.py:brevity', '0.5 model' or '0.3 model:NAME'",
         )
-    return value, target.strip()
+    return value, None
 
 
 def check_truths(plan: RewardPlan, prompts: Sequence[Prompt], has_episodes: bool = False) -> list[str]:

@@ -18,17 +18,20 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megatron_rl.config.schema import REWARD_MODEL, RewardConfig
 from megatron_rl.rewards.answers import RESTATES, extract_answer, restates_prompt
 from megatron_rl.types import SERVICE_FAILURES, Rollout, UserError, text_of
+
+if TYPE_CHECKING:
+    from megatron_rl.rewards.terms import Term
 
 LARGEST = 1e18  # limit of a reward: its square, in a group's variance, is finite in float32
 _LONGEST_RESPONSE, _LONGEST_NAME = 200, 100
@@ -247,11 +250,16 @@ class SourceSpec:
     """One reward source."""
 
     name: str  # of its component in the logs
-    weight: float
+    weight: float  # without a `term`
     target: str  # a rule, "path.py:name", a service URL, or a reward model, "model" or "model:NAME"
     setting: str  # config setting that names the target, for errors
     function: RewardFunction | None  # `None` for a service or model
     takes_group: bool = False  # see `calls.takes_group`
+    term: Term | None = None  # schedule and thresholds, if there are any
+
+    def weigh(self, score: Any, scores: Mapping[str, Any], step: Any) -> tuple[Any, Any]:
+        """Return a score after its thresholds, and its weight at a step; numbers, or arrays of responses."""
+        return (score, self.weight) if self.term is None else (self.term.count(score, scores), self.term.weigh(step))
 
 
 @dataclass(frozen=True)
@@ -269,12 +277,24 @@ class RewardPlan:
         """Whether a source scores all responses to a prompt in one call."""
         return any(source.takes_group for source in self.sources)
 
+    def weights_at(self, step: int) -> dict[str, float]:
+        """Return the weight of each source in a step, by the name of its component."""
+        sources = (*self.sources, *self.models)
+        return {one.name: one.weight if one.term is None else float(one.term.weigh(step)) for one in sources}
 
-def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) -> tuple[float, dict[str, float]]:
-    """Return a response's reward without the reward model, and the components to log.
+    def describe_weights(self, step: int) -> dict[str, float]:
+        """Return `reward/weight/<source>` of the sources whose weight follows a schedule."""
+        scheduled = {one.name for one in (*self.sources, *self.models) if one.term and len(one.term.steps) > 1}
+        return {f"reward/weight/{name}": weight for name, weight in self.weights_at(step).items() if name in scheduled}
+
+
+def compute_reward(
+    plan: RewardPlan, scores: Sequence[Score], rollout: Rollout, step: int = 0
+) -> tuple[float, dict[str, float]]:
+    """Return a response's reward at a step without the reward model, and the components to log.
 
     An environment's reward (not NaN) replaces the sum of the sources, and its components with a taken name become
-    "environment/name". If `plan.is_sum`, a source's score is logged as "source" and its components as
+    "environment/name". If `plan.is_sum`, a source's score after its thresholds is logged as "source", its components as
     "source/component"; else components keep their names unless another metric has them.
 
     Raises:
@@ -282,10 +302,12 @@ def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) 
     """
     is_given, buffer = not math.isnan(rollout.reward), plan.config.overlong_buffer_length
     reward, components = rollout.reward if is_given else 0.0, {}
+    by_name = {source.name: score.value for source, score in zip(plan.sources, scores, strict=False)}
     for source, score in zip(() if is_given else plan.sources, scores, strict=True):
-        reward += source.weight * score.value
+        value, weight = source.weigh(score.value, by_name, step)
+        reward += weight * value
         if plan.is_sum:
-            components[source.name] = score.value
+            components[source.name] = float(value)
         for name, value in score.components.items():
             is_bare = name in _COUNTED or not (plan.is_sum or name in RESERVED)
             key = name if is_bare else f"{source.name}/{name}"
@@ -344,7 +366,7 @@ class Scorer:
     ) -> None:
         self._plan, self._sources, self._decode, self._notice_children = plan, sources, decode, notice_children
         self.is_concurrent, self.takes_groups, self.close = is_concurrent, plan.takes_groups, close
-        self._begun: dict[int, tuple[Rollout, Rollout, list[Callable[[], Score]]]] = {}
+        self._begun: dict[int, tuple[Rollout, Rollout, list[Any], int]] = {}
 
     def begin(self, rollout: Rollout, step: int = 0) -> None:
         """Decode the last turn and start scoring it (step 0: validation); `finish` must get the same object.
@@ -352,9 +374,9 @@ class Scorer:
         A rollout with an environment's reward is only decoded.
         """
         decoded = replace(rollout, response=self._decode(rollout.answer_tokens.tolist()))
-        sources = self._sources if math.isnan(rollout.reward) else []
-        waits = [begin(decoded, step) for begin in sources]
-        self._begun[id(rollout)] = rollout, decoded, waits  # an id is unique only while its object exists
+        sources = zip(self._plan.sources, self._sources, strict=True) if math.isnan(rollout.reward) else ()
+        waits = [partial(begin, decoded, step) if spec.takes_group else begin(decoded, step) for spec, begin in sources]
+        self._begun[id(rollout)] = rollout, decoded, waits, step  # an id is unique only while its object exists
 
     def finish(self, rollouts: Sequence[Rollout], step: int | Sequence[int] = 0) -> list[Rollout]:
         """Return this rank's rollouts with response and reward, without the reward model's part.
@@ -370,12 +392,14 @@ class Scorer:
         for rollout, its_step in zip(rollouts, np.broadcast_to(step, len(rollouts)).tolist(), strict=True):
             if id(rollout) not in self._begun:
                 self.begin(rollout, its_step)
-        scored = []
+        scored, begun = [], [self._begun.pop(id(rollout)) for rollout in rollouts]
         with self._notice_children():
-            for _, decoded, waits in (self._begun.pop(id(rollout)) for rollout in rollouts):
+            for _, _, waits, _ in begun if self.takes_groups else ():  # groups begin in the order of their samples
+                waits[:] = [wait() if spec.takes_group else wait for spec, wait in zip(self._plan.sources, waits)]
+            for _, decoded, waits, begun_at in begun:
                 scores = [wait() for wait in waits]
                 failure = next((score.failure for score in scores if score.failure), decoded.failure)
-                reward, components = compute_reward(self._plan, scores, decoded)
+                reward, components = compute_reward(self._plan, scores, decoded, begun_at)
                 prompt, truths = decoded.prompt, list_truths(decoded.prompt.ground_truth)
                 are_texts = reward > 0 and all(isinstance(truth, str) for truth in truths)
                 if are_texts and restates_prompt(decoded.response, prompt.text, truths, prompt.data_source):

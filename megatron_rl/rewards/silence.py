@@ -27,11 +27,14 @@ _MARK = (
 _HARD = "Read the responses: the prompts are too hard, or the reward does not read what they say"
 _ROOM = "Raise data.max_response_length: all that follows the prompt counts, such as a game's rules"
 _EASY = "The prompts are too easy, or the reward accepts everything"
-_GROUPS = "Prompts are too easy or too hard: filter them by pass rate, or set algorithm.dynamic_sampling"
+_GROUPS = "Prompts are too easy or too hard: set data.curriculum or algorithm.dynamic_sampling, or filter them"
 
 
 def explain_silence(
-    rollouts: Any, metrics: Mapping[str, float], fetch: Callable[[], Sequence[tuple[Rollout, Any]]], plan: RewardPlan
+    rollouts: Any,
+    metrics: Mapping[str, float],
+    fetch: Callable[[], Sequence[tuple[Rollout, Any]]],
+    plans: Mapping[str, RewardPlan],
 ) -> str:
     """Return a message if a step has no learning signal, else ""; collective.
 
@@ -39,6 +42,7 @@ def explain_silence(
         rollouts: headers of all rollouts.
         metrics: of `describe_rollouts` and `describe_episodes`.
         fetch: returns decoded rollouts to quote, on rank 0; collective.
+        plans: reward of each source of prompts.
     """
     rewards, size = rollouts["reward"][rollouts.has_reward], int(rollouts["sample_index"].max()) + 1
     if not len(rewards):
@@ -53,13 +57,13 @@ def explain_silence(
     if metrics.get("agents/turns") == 0:
         found.append("no episode has a reply, as the first observation leaves no room for one")
         advice = _ROOM
-    elif metrics.get(f"reward/{UNMARKED}") == 1 and plan.config.answer == "marked":
+    elif metrics.get(f"reward/{UNMARKED}") == 1 and any(plan.config.answer == "marked" for plan in plans.values()):
         found.append(r"no response marks its answer by \boxed{} or ####")
         advice = _MARK
     if not found:
         return ""
     lines = [f"health: {'; '.join(found)}. {advice} (docs/health.md#no-signal)"]
-    return "\n".join([*lines, *(_quote(rollout, plan) for rollout, _ in fetch())])
+    return "\n".join([*lines, *(_quote(rollout, plans[rollout.prompt.source]) for rollout, _ in fetch())])
 
 
 def _quote(rollout: Rollout, plan: RewardPlan) -> str:

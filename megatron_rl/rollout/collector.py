@@ -14,9 +14,10 @@ existing tokens, not on the engine or the time of an interruption.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections import SamplingSettings
 from megatron_rl.data.prompts import PromptBatches, PromptSet
 from megatron_rl.engines.protocol import SamplingConfig
 from megatron_rl.observability.progress import PhaseTimers
 from megatron_rl.parallel.collectives import gather_objects, open_store, raise_together, reduce_scalars, world
-from megatron_rl.rewards.answers import compute_validation_metrics
+from megatron_rl.rewards.answers import CORRECT_FROM, compute_validation_metrics
 from megatron_rl.rewards.scoring import OVERLONG, Scorer
 from megatron_rl.rollout.episodes import SampleGroups, SampleOrder, describe_episodes
 from megatron_rl.rollout.generation import OnFinished, RolloutGenerator
@@ -48,6 +48,7 @@ from megatron_rl.samples.table import Headers, Payload, build_headers, gather_he
 from megatron_rl.types import FAILED, Prompt, Rollout, UserError
 
 if TYPE_CHECKING:
+    from megatron_rl.rollout.by_source import MixedScorer
     from megatron_rl.rollout.schedule_trace import ScheduleTrace
 
 
@@ -77,9 +78,10 @@ class RolloutStream:
         self, generator: RolloutGenerator, order: SampleOrder, config: RunConfig, clock: Clock, group: dist.ProcessGroup
     ) -> None:
         self._generator, self._order, self._clock, self._group = generator, order, clock, group
+        self.prompts: Any = order.prompts
         self._carried = generator.open(order)
         self.runs_ahead = clock.training is not None  # dedicated engines generate during training
-        self._schedule, self._rollout, self._agents = config.schedule, config.rollout, config.agents
+        self._schedule, self._rollout, self._config = config.schedule, config.rollout, config
         self._drains = config.schedule.updates == "drain"
         self._batch_size, self._group_size = config.data.train_batch_size, order.group_size
         self._step = 0  # step of the last phase
@@ -206,49 +208,16 @@ class RolloutStream:
             "taken": sorted({*span} - {*self._open}),
             "group_size": self._group_size,
             "order": self._schedule.order,
-            "truncated": self._rollout.is_truncated,
-            "episodes": self._agents.has_episodes,
+            "truncated": self._config.is_truncated,
+            "episodes": self._config.has_episodes,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, after the state of the prompts.
+        """Restore a saved state, after the state of the prompts (UserError: see `check_begun`)."""
+        from megatron_rl.rollout.packed_episodes import check_begun
 
-        Raises:
-            UserError: prompts have begun, and the group size has changed, `order` has become `whole`, truncated
-                sampling was switched off, or episodes and plain responses were exchanged.
-        """
-        group_size, taken = state["group_size"], state.get("taken", [])
-        if state["open"] and group_size != self._group_size:
-            raise UserError(
-                f"rollout.n = {self._group_size}, and {state['open']} prompts have begun with {group_size} responses "
-                "each",
-                source="rollout.n",
-                expected=str(group_size),
-                hint="keep it, or start a new run from the checkpoint's weights",
-            )
-        if state["open"] and (self._schedule.order, state.get("order", "stream")) == ("whole", "stream"):
-            raise UserError(
-                f"schedule.order = whole, and {state['open']} prompts have begun that can no longer be passed over",
-                source="schedule.order",
-                expected="stream",
-                hint="keep it, or start a new run from the checkpoint's weights",
-            )
-        if state["open"] and state.get("truncated", False) and not self._rollout.is_truncated:
-            raise UserError(
-                f"sampling is not truncated, and {state['open']} prompts have begun with truncated sampling",
-                source="rollout.top_p, rollout.top_k and rollout.min_p",
-                expected="one of them, as before",
-                hint="keep it, or start a new run from the checkpoint's weights",
-            )
-        if state["open"] and state.get("episodes", False) != self._agents.has_episodes:
-            kinds = ("responses", "episodes")
-            was, now = kinds[state.get("episodes", False)], kinds[self._agents.has_episodes]
-            raise UserError(
-                f"the section agents now selects {now}, and {state['open']} prompts have begun as {was}",
-                source="agents.environment, agents.tools and agents.program",
-                expected="one of them, or none, as before",
-                hint="keep them, or start a new run from the checkpoint's weights",
-            )
+        taken = state.get("taken", [])
+        check_begun(state, self.state_dict())
         begun, self._step = self._order.prompts.position, state.get("step", 0)
         self._open = sorted({*range(begun - state["open"] - len(taken), begun)} - {*taken})
 
@@ -305,42 +274,15 @@ def open_stream(
     return RolloutStream(generator, SampleOrder(prompts, config), config, Clock(end, training, recorder), world())
 
 
-def describe_kept(
-    rollouts: Iterable[Rollout], settings: SamplingSettings, group: dist.ProcessGroup
-) -> dict[str, float]:
-    """Compute metrics of the token sets that truncated sampling kept, over all engines; collective.
-
-    Args:
-        rollouts: empty except on the first rank of an engine.
-
-    Returns:
-        sampling/kept_mean, kept_max: tokens per set; kept_at_limit: share of sets that `rollout.max_kept_tokens` may
-            have truncated.
-    """
-    counts = [branch.kept.counts for rollout in rollouts for branch in rollout.branches if branch.kept is not None]
-    sizes = np.concatenate([np.empty(0, np.int32), *counts])
-    sizes = sizes[sizes > 0]
-    limit, device = settings.max_kept_tokens, torch.device("cpu")
-    is_bounded = 0 < settings.top_k <= limit
-    sums = {"tokens": len(sizes), "ids": sizes.sum(), "at_limit": 0 if is_bounded else (sizes == limit).sum()}
-    sums = reduce_scalars({name: float(value) for name, value in sums.items()}, dist.ReduceOp.SUM, group, device)
-    largest = reduce_scalars({"max": float(sizes.max(initial=0))}, dist.ReduceOp.MAX, group, device)
-    tokens = max(sums["tokens"], 1.0)
-    return {
-        "sampling/kept_mean": sums["ids"] / tokens,
-        "sampling/kept_max": largest["max"],
-        "sampling/kept_at_limit": sums["at_limit"] / tokens,
-    }
-
-
 @dataclass(frozen=True)
 class RewardSources:
     """Scorer of local reward sources, and reward models."""
 
-    scorer: Scorer
-    # Adds the scores of reward models to the rewards of samples; collective.
-    add_scores: Callable[[Experience], Experience] | None
+    scorer: Scorer | MixedScorer
+    # Adds the scores of reward models to the rewards of samples, given the step of each prompt; collective.
+    add_scores: Callable[[Experience, Sequence[int]], Experience] | None
     needs_greedy_baseline: bool  # whether the advantage estimator uses rewards of greedy responses (ReMax)
+    needs_turns: bool = False  # whether it uses the states of turns
 
 
 class Collector:
@@ -376,17 +318,23 @@ class Collector:
         most = wanted * (algorithm.max_sampling_rounds if resamples else 1)
         parts: list[Experience] = []
         informative: list[bool] = []  # per group
+        curriculum = self._stream.prompts if self._config.data.curriculum.kind != "off" else None
         while sum(informative) < wanted and len(informative) < most:
             missing = min(wanted - sum(informative), most - len(informative))
             part = self._draw(step, len(parts), missing)
             metric = algorithm.dynamic_sampling_metric
             informative += find_informative(part.headers, metric) if resamples else [True] * len(part.prompts)
             parts.append(part)
+            if curriculum is not None:
+                is_passed = correctness_of(part.headers.rollouts) >= CORRECT_FROM
+                curriculum.observe(part.prompts, part.headers.split_rewarded(is_passed))
             failed = self._check_failures(parts, f"step {step}")
         found = sum(informative)
         metrics = {name: value for part in parts for name, value in part.metrics.items()}
-        if self._config.agents.has_episodes:
+        if self._config.has_episodes:
             metrics["agents/failed"] = failed
+        if curriculum is not None:
+            metrics |= curriculum.describe()
         if resamples:
             metrics |= {
                 "sampling/rounds": len(parts),
@@ -398,22 +346,22 @@ class Collector:
         in_order = sorted(range(len(informative)), key=lambda group: not informative[group])  # informative groups first
         samples = Experience.join(parts, in_order[:wanted], metrics)
         if self._rewards.needs_greedy_baseline:  # ReMax, arXiv 2310.10505
-            samples.add_baselines(self.generate(SampleGroups(samples.prompts, 1, self.sampling(0.0), step)))
+            samples.add_baselines(self.generate(SampleGroups(samples.prompts, 1, self.sampling_by_source(0.0), step)))
         return samples
 
     def _draw(self, step: int, round: int, missing: int) -> Experience:
         prompts = self._stream.next_batch()
         if prompts is not None:
-            return self.generate(SampleGroups(prompts, self._config.rollout.n, self.sampling(), step, round))
+            return self.generate(SampleGroups(prompts, self._config.rollout.n, self.sampling_by_source(), step, round))
         with self._timers.phase("rollout"):
-            taken = self._stream.take(self.sampling(), self._on_finished, missing, round)
+            taken = self._stream.take(self.sampling_by_source(), self._on_finished, missing, round)
         samples = self._score(taken.prompts, taken.rollouts, taken.steps)
         samples.metrics.update(taken.metrics)
         return samples
 
     def run_ahead(self) -> None:
         """Let dedicated engines generate until training ends; collective."""
-        self._stream.run_ahead(self.sampling(), self._on_finished)
+        self._stream.run_ahead(self.sampling_by_source(), self._on_finished)
 
     def validate(
         self, validation: dict[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
@@ -422,14 +370,15 @@ class Collector:
         config, metrics = self._config, {}
         for name, prompt_set in validation.items():
             drawn = config.rollout.for_validation(name)
-            base, budget = self.sampling(drawn.temperature), drawn.thinking_budget
+            view = config.by_source.get(prompt_set.prompts[0].source, config)
+            base, budget = self.sampling(drawn.temperature, view), drawn.thinking_budget
             sampling = replace(base, top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0, thinking_budget=budget)
             parts = [self.generate(SampleGroups(prompt_set.prompts, drawn.n, sampling, step=0), with_answers=True)]
             headers = join_headers([part.headers for part in parts]).rollouts
             correct, answers = (x.reshape(-1, drawn.n).tolist() for x in (correctness_of(headers), headers["answer"]))
             found = compute_validation_metrics(correct, answers)
             failed = self._check_failures(parts, f'the validation set "{name}"')
-            if self._config.agents.has_episodes:
+            if self._config.has_episodes:
                 found["failed"] = failed
             metrics |= {f"validation/{name}/{metric}": value for metric, value in found.items()}
             if on_set is not None:
@@ -471,12 +420,17 @@ class Collector:
                 )
         return float(episodes.mean())
 
-    def sampling(self, temperature: float | None = None) -> SamplingConfig:
-        """Return the settings for training or, with a `temperature`, for validation and baselines (no `min_tokens`)."""
-        rollout = self._config.rollout
+    def sampling(self, temperature: float | None = None, config: RunConfig | None = None) -> SamplingConfig:
+        """Return the settings for training or, with a `temperature`, for validation and baselines (no `min_tokens`).
+
+        Args:
+            config: of a source of prompts; by default the run's.
+        """
+        config = config or self._config
+        rollout = config.rollout
         return SamplingConfig(
             rollout.temperature if temperature is None else temperature,
-            self._config.data.max_response_length,
+            config.data.max_response_length,
             self._stop_token_ids,
             rollout.top_p,
             rollout.top_k,
@@ -486,6 +440,14 @@ class Collector:
             rollout.thinking_budget,
         )
 
+    def sampling_by_source(self, temperature: float | None = None) -> SamplingConfig:
+        """Return the settings of `sampling` for prompts of all sources."""
+        if not self._config.data.sources:
+            return self.sampling(temperature)
+        from megatron_rl.rollout.by_source import mix_sampling
+
+        return mix_sampling(self._config, partial(self.sampling, temperature))
+
     def _score(
         self,
         prompts: Sequence[Prompt],
@@ -493,18 +455,21 @@ class Collector:
         steps: Sequence[int],
         with_answers: bool = False,
     ) -> Experience:
-        has_kept = self._config.rollout.is_truncated and not with_answers
+        has_kept = self._config.is_truncated and not with_answers
         with self._timers.phase("reward"):
             headers, num_bytes = self._score_here(held, steps, with_answers)
             route_shape = None if with_answers else self.generator.route_shape
-            ranks, has_episodes = np.array(self.generator.engines.of), self._config.agents.has_episodes
+            ranks, has_episodes = np.array(self.generator.engines.of), self._config.has_episodes
             branches = index_branches(held, headers)
-            payload = Payload(branches, ranks, num_bytes, has_kept, route_shape, has_episodes)
+            has_states = has_episodes and not with_answers and self._rewards.needs_turns
+            payload = Payload(branches, ranks, num_bytes, has_kept, route_shape, has_episodes, has_states)
             samples = Experience(headers, prompts, payload, self._group)
             if self._rewards.add_scores is not None:
-                samples = self._rewards.add_scores(samples)
+                samples = self._rewards.add_scores(samples, steps)
         mine = [rollout for _, rollout in held] if self.generator.is_first else []
         if has_kept:
+            from megatron_rl.engines.truncation import describe_kept
+
             samples.metrics.update(describe_kept(mine, self._config.rollout, self._group))
         if self._config.rollout.thinking_budget is not None and not with_answers:
             # Of a thought that its budget has ended, the closing tokens were not sampled.
@@ -524,7 +489,7 @@ class Collector:
         """
         scorer, place = self._rewards.scorer, self.generator.place_in_engine
         # Only the engine's first rank has started scoring, or has the results of episodes, or scores whole groups.
-        if scorer.is_concurrent or self._config.agents.has_episodes or scorer.takes_groups:
+        if scorer.is_concurrent or self._config.has_episodes or scorer.takes_groups:
             mine = held if place == 0 else []
         else:
             mine = held[place :: self.generator.engines.width]

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections import AgentsConfig
 from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig, derive_seed
+from megatron_rl.samples.table import hash_bytes
 from megatron_rl.types import FAILED, Branch, KeptSets, Prompt, Rollout, Turn, complete_routes
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Recording:
         self._turns: list[Turn] = []
         self.interrupted = 0  # number of tokens of a reply that will be continued
         self.reward: float | None = None  # sum over turns, or `None` without any
+        self._state: str | None = None  # that the next request shows; `None`: its further tokens
 
     @classmethod
     def of(cls, rollout: Rollout) -> Recording:
@@ -78,6 +79,10 @@ class Recording:
         """Return the number of tokens that the engine returned."""
         return sum(turn.stop - turn.start for turn in self._turns)
 
+    def name_state(self, state: str | None) -> None:
+        """Set the name of the state that the next request shows; `None`: its further tokens."""
+        self._state = state
+
     def record_request(self, tokens: np.ndarray) -> None:
         """Record a request: continue the longest branch that the tokens begin with, or start a branch."""
         known = [i for i, context in enumerate(self._contexts) if context.begins(tokens)]
@@ -86,6 +91,9 @@ class Recording:
             self._contexts = [*self._contexts, begun] if self._turns else [begun]
         self._current = max(known, key=lambda i: self._contexts[i].length, default=len(self._contexts) - 1)
         context = self._contexts[self._current]
+        shown = tokens[context.length if known and self._turns else 0 :].tobytes()
+        state = shown if self._state is None else self._state.encode("utf-8", "backslashreplace")
+        context.states[len(tokens)] = hash_bytes(state) >> 1 | 1  # positive
         if len(tokens) > context.length:
             context.append(_Part(tokens[context.length :]))
 
@@ -156,6 +164,7 @@ class _Context:
     def __init__(self, part: _Part) -> None:
         self._parts: list[_Part] = []
         self.rewards: dict[int, float] = {}  # by token index
+        self.states: dict[int, int] = {}  # likewise
         self._routes: np.ndarray | None = None
         self._routed_by: int | None = None  # policy version of the latest routes
         self.length = self._replied = 0  # in tokens; end of the last reply
@@ -208,6 +217,10 @@ class _Context:
         rewards = np.zeros(stop, np.float32) if self.rewards else None
         if rewards is not None:
             rewards[[*self.rewards]] = [*self.rewards.values()]
+        known = {index: state for index, state in self.states.items() if index < stop}
+        states = np.zeros(stop, np.int64) if known else None
+        if states is not None:
+            states[[*known]] = [*known.values()]
         kept = KeptSets.join_known([(part.kept, len(part.tokens)) for part in self._parts])
         return Branch(
             tokens[:stop],
@@ -218,6 +231,7 @@ class _Context:
             kept and kept.cut(stop),
             rewards,
             routes=None if self._routes is None else self._routes[:stop],
+            states=states,
         )
 
 
@@ -344,13 +358,17 @@ class Episodes:
 
     Every rank of the engine makes the same calls; environment processes and episode results are on its first rank only.
 
+    Args:
+        config: its sources decide which prompts get plain responses.
+
     Attributes:
         counts: input of `describe_episodes`.
     """
 
-    def __init__(self, samples: Samples, run_seed: int, agents: AgentsConfig, processes: AnyEpisodes | None) -> None:
-        self.samples, self._run_seed, self._processes = samples, run_seed, processes
-        self._is_plain, self._in_flight = not agents.has_episodes, agents.episodes_in_flight
+    def __init__(self, samples: Samples, config: RunConfig, processes: AnyEpisodes | None) -> None:
+        self.samples, self._run_seed, self._processes = samples, config.trainer.seed, processes
+        self._plain = {name for name, one in config.by_source.items() if not one.agents.has_episodes}
+        self._in_flight = config.agents.episodes_in_flight
         self._episodes: dict[int, _Episode] = {}
         self._waiting: deque[int] = deque()  # keys that may be opened in the phase
         self._open: set[int] = set()
@@ -380,13 +398,14 @@ class Episodes:
     def start(self, keys: Iterable[int], sampling: SamplingConfig) -> None:
         """Start a phase that continues the given samples."""
         self._sampling, self._started = sampling, time.monotonic()
-        chosen = sorted({*keys} & {*self.find_unfinished()})
-        if self._is_plain:
-            prompts = {key: self.samples.sample_of(key)[0] for key in chosen}
-            due = [Request(key, prompt.tokens, self._seed(key, 0), sampling) for key, prompt in prompts.items()]
-        else:
-            self._waiting = deque(key for key in chosen if key not in self._open)
-            due = [request for key in chosen if (request := self._episodes[key].request) is not None]
+        chosen, due = sorted({*keys} & {*self.find_unfinished()}), list[Request]()
+        self._waiting = deque(key for key in chosen if key not in self._open and not self._is_plain(key))
+        for key in chosen:
+            prompt, request = self._prompt(key), self._episodes[key].request
+            if self._is_plain(key):
+                due.append(Request(key, prompt.tokens, self._seed(key, 0), sampling.for_source(prompt.source)))
+            elif request is not None:
+                due.append(request)
         self._requests = [self._continue_reply(request) for request in due]
 
     def follow(self) -> Following:
@@ -407,13 +426,20 @@ class Episodes:
         self.counts["wait_seconds"] += time.monotonic() - started
         return Following(requests, finished, is_last=not self._open)
 
+    def _prompt(self, key: int) -> Prompt:
+        return self._episodes[key].recording.prompt
+
+    def _is_plain(self, key: int) -> bool:
+        return self._prompt(key).source in self._plain
+
     def _wait(self, processes: AnyEpisodes) -> dict[int, Answer]:
         return {key: answer for (_, key), answer in processes.wait().items()}
 
     def record_requests(self, requests: Sequence[Request]) -> None:
         """Append the tokens of requests to the recordings of their episodes (nothing for plain responses)."""
-        for request in () if self._is_plain else requests:
-            self._episodes[request.key].recording.record_request(request.tokens)
+        for request in requests:
+            if not self._is_plain(request.key):
+                self._episodes[request.key].recording.record_request(request.tokens)
 
     def receive(self, sampled: Sampled, version: int) -> bool:
         """Record sampled tokens with their policy version; return whether a plain response is finished."""
@@ -422,12 +448,13 @@ class Episodes:
         recording.reply(
             sampled.tokens, sampled.logprobs, version, sampled.kept, sampled.routes, sampled.inserted, is_whole=is_whole
         )
-        if is_whole and self._is_plain:
+        is_plain = self._is_plain(key)
+        if is_whole and is_plain:
             self._episodes[key] = _Episode(recording, rollout=recording.finish(sampled.finish_reason))
         elif is_whole and self._processes is not None:
             self._episodes[key] = _Episode(recording, finish_reason=sampled.finish_reason)
             self._processes.send_reply((self, key), *recording.last_reply(), sampled.finish_reason)
-        return is_whole and self._is_plain
+        return is_whole and is_plain
 
     def stop(self) -> None:
         """End the phase, after all environments have answered."""
@@ -452,7 +479,7 @@ class Episodes:
 
         rollouts = {
             key: one.recording.finish("interrupted")
-            if one.rollout is None and self._is_plain and one.recording.num_turns
+            if one.rollout is None and self._is_plain(key) and one.recording.num_turns
             else one.rollout
             for key, one in self._episodes.items()
         }
@@ -498,8 +525,8 @@ class Episodes:
         return derive_seed(first, turn, 0, 0, position=position) if turn else first
 
     def _continue(self, key: int, answer: Answer) -> list[Request]:
-        episode, sampling = self._episodes[key], self._sampling
-        recording = episode.recording
+        episode, recording = self._episodes[key], self._episodes[key].recording
+        sampling = self._sampling.for_source(recording.prompt.source)
         self.counts["environment_seconds"] += answer.seconds
         if answer.reward is not None:
             recording.judge(answer.reward)
@@ -512,6 +539,7 @@ class Episodes:
         if room < 1:
             self._end(key, answer, "length")
             return []
+        recording.name_state(answer.state)
         turn, most = recording.num_turns, min(room, answer.max_tokens or room, sampling.max_tokens)
         request = Request(key, tokens, self._seed(key, turn), replace(sampling, max_tokens=most), turn)
         self._episodes[key] = replace(episode, request=request)

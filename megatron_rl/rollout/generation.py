@@ -111,15 +111,14 @@ class RolloutGenerator:
             self.run(episodes, phase, on_finished, total=len(groups))
         finally:
             episodes.close()
-        if self._config.agents.has_episodes:
+        if self._config.has_episodes:
             counts = reduce_scalars(episodes.counts, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
             self.metrics |= describe_episodes(counts)
         return {key: episodes.rollout(key) for key in mine}
 
     def open(self, samples: Samples) -> Episodes:
         """Return an empty `Episodes` for this rank's engine; its `begin` adds samples."""
-        config, processes = self._config, self._processes if self.is_first else None
-        return Episodes(samples, config.trainer.seed, config.agents, processes)
+        return Episodes(samples, self._config, self._processes if self.is_first else None)
 
     def assign(
         self, prompts: Sequence[Prompt], group_size: int, max_tokens: int, loads: np.ndarray | None = None

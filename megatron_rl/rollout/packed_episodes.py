@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.types import Branch, KeptSets, Prompt, Rollout, Turn
+from megatron_rl.types import Branch, KeptSets, Prompt, Rollout, Turn, UserError
 
 
 def pack_rollouts(rollouts: Mapping[int, Rollout | None]) -> dict[str, torch.Tensor]:
@@ -25,6 +25,9 @@ def pack_rollouts(rollouts: Mapping[int, Rollout | None]) -> dict[str, torch.Ten
         "versions": _join([b.versions for b in branches], np.int32),
         "rewards": _join(
             [np.full(len(b.tokens), np.nan) if b.rewards is None else b.rewards for b in branches], np.float32
+        ),
+        "states": _join(
+            [np.zeros(len(b.tokens), np.int64) if b.states is None else b.states for b in branches], np.int64
         ),
         "lengths": torch.tensor([len(b.tokens) for b in branches], dtype=torch.int64),
         "prompt_lengths": torch.tensor([b.num_prompt_tokens for b in branches], dtype=torch.int64),
@@ -80,9 +83,10 @@ def unpack_rollouts(
         stops = np.cumsum(arrays["route_lengths"])[:-1]
         routes = [part if len(part) else None for part in np.split(arrays["routes"], stops)]
     rewards = [None if worth is None or np.isnan(worth).any() else worth for worth in split("rewards")]
+    states = [one if one is not None and one.any() else None for one in split("states")]
     found: dict[int, Rollout | None] = {}
     columns = [*map(split, ("tokens", "sampled", "logprobs", "versions")), arrays["prompt_lengths"].tolist()]
-    branches = map(Branch, *columns, kept, rewards, routes)
+    branches = map(Branch, *columns, kept, rewards, routes, states)
     for row in json.loads(bytes(arrays["episodes"])):
         found[row["key"]] = None
         if "turns" in row:
@@ -96,3 +100,45 @@ def unpack_rollouts(
                 failure=row.get("failure", ""),
             )
     return found
+
+
+def check_begun(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Check that the settings can continue the prompts that had begun; both are states of `RolloutStream`.
+
+    Raises:
+        UserError: the group size has changed, `order` has become `whole`, truncated sampling was switched off, or
+            episodes and plain responses were exchanged.
+    """
+    count, kinds = saved["open"], ("responses", "episodes")
+    if not count:
+        return
+    was, is_now = (kinds[state.get("episodes", False)] for state in (saved, now))
+    if saved["group_size"] != now["group_size"]:
+        raise UserError(
+            f"rollout.n = {now['group_size']}, and {count} prompts have begun with {saved['group_size']} responses "
+            "each",
+            source="rollout.n",
+            expected=str(saved["group_size"]),
+            hint="keep it, or start a new run from the checkpoint's weights",
+        )
+    if (now["order"], saved.get("order", "stream")) == ("whole", "stream"):
+        raise UserError(
+            f"schedule.order = whole, and {count} prompts have begun that can no longer be passed over",
+            source="schedule.order",
+            expected="stream",
+            hint="keep it, or start a new run from the checkpoint's weights",
+        )
+    if saved.get("truncated", False) and not now["truncated"]:
+        raise UserError(
+            f"sampling is not truncated, and {count} prompts have begun with truncated sampling",
+            source="rollout.top_p, rollout.top_k and rollout.min_p",
+            expected="one of them, as before",
+            hint="keep it, or start a new run from the checkpoint's weights",
+        )
+    if was != is_now:
+        raise UserError(
+            f"the section agents now selects {is_now}, and {count} prompts have begun as {was}",
+            source="agents.environment, agents.tools and agents.program",
+            expected="one of them, or none, as before",
+            hint="keep them, or start a new run from the checkpoint's weights",
+        )

@@ -276,9 +276,16 @@ def _build_engine(
 
 def order_prompts(config: RunConfig, train: PromptSet, prompts: Sequence[T]) -> PromptBatches[T]:
     """Return the batches of a run's training data, the prompts or examples of `train`."""
-    data, sizes = config.data, train.file_sizes
+    data, sizes, weights = config.data, train.file_sizes, config.data.weights
+    if len(data.sources) > 1:
+        weights = [source.weight for source in data.sources.values()]
     order, seed = train.find_order(data.shuffle), config.trainer.seed
-    return PromptBatches(prompts, data.train_batch_size, order, seed, weights=data.weights, file_sizes=sizes)
+    make: Any = PromptBatches
+    if data.curriculum.kind != "off":
+        from megatron_rl.data.curriculum import DrawnPrompts
+
+        make = partial(DrawnPrompts, curriculum=data.curriculum)
+    return make(prompts, data.train_batch_size, order, seed, weights=weights, file_sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -312,10 +319,12 @@ def build_rollout_members(
     """Build prompts, rewards, and an engine with the actor's weights; collective."""
     read, add_scores = inputs.stop.read if inputs.stop else inputs.tokenizer.decode, None
     models: dict[SourceSpec, Any] = {}
-    if inputs.reward_plan.models:
+    plans = inputs.reward_plans
+    first = next(iter(plans.values()))  # reward models are those of all sources
+    if first.models:
         from megatron_rl.training.roles.frozen import RewardModelOnSamples, score_all_rollouts, score_by_models
 
-        for source in inputs.reward_plan.models:
+        for source in first.models:
             if parts.reward_model is not None:
                 models[source] = partial(score_all_rollouts, parts.reward_model, read)
                 break
@@ -327,10 +336,15 @@ def build_rollout_members(
     prompts = order_prompts(config, inputs.train, inputs.train.prompts)
     if parts.rollouts:
         return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, models)
-    scorer = open_scorer(inputs.reward_plan, read)
-    rewards = RewardSources(scorer, add_scores, inputs.spec.needs_greedy_baseline)
+    if config.data.sources:
+        from megatron_rl.rollout.by_source import MixedScorer
+
+        scorer = MixedScorer(plans, read)
+    else:
+        scorer = open_scorer(first, read)
+    rewards = RewardSources(scorer, add_scores, inputs.spec.needs_greedy_baseline, inputs.spec.needs_turns)
     episodes = None
-    if config.agents.has_episodes:
+    if config.has_episodes:
         from megatron_rl.agents.in_rank import choose_episodes
 
         tokenizer = str(config.model.tokenizer or find_model_files(config.model.path))

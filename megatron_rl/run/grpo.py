@@ -97,7 +97,7 @@ class Trainer:
                     self.compare(samples)
                 if self.inputs.spec.needs_sum_pi_squared:
                     samples.sum_pi_squared = self.policy.sum_pi_squared(samples)
-                samples.advantages, samples.returns, samples.chosen = self.estimate(samples)
+                samples.advantages, samples.returns, samples.chosen = self.estimate(samples, step)
                 if not self.policy.runs_ahead:  # or here, or after the step
                     self.checkpoints.safe_point()
                 if self.critic:
@@ -162,7 +162,7 @@ class Trainer:
         self.run.count(samples.mismatch)
         samples.importance_weights = self.policy.as_column(samples, weights)
 
-    def estimate(self, samples: Experience) -> tuple[Column | None, ...]:
+    def estimate(self, samples: Experience, step: int) -> tuple[Column | None, ...]:
         """Return advantages, returns (with a critic), and tokens of clip_cov or kl_cov, else `None`; collective."""
         if self.teachers:
             self.run.count(self.teachers.teach(samples))
@@ -171,8 +171,10 @@ class Trainer:
         if not self.policy.is_here:
             nothing = self.policy.as_column(samples, torch.empty_like(batch.loss_weights))
             return nothing, nothing if self.critic else None, None
-        group, turn_rewards = self.policy.model.groups.dp, samples.pack(self.policy.packer).turn_rewards
-        found = compute_advantages(samples, batch, algorithm, group, turn_rewards)
+        group, packing = self.policy.model.groups.dp, samples.pack(self.policy.packer)
+        turns, plans = (packing.turn_rewards, packing.turn_states), self.inputs.reward_plans.values()
+        weights = next(iter(plans)).weights_at(step)  # gdpo takes them, whose sources have one reward
+        found = compute_advantages(samples, batch, algorithm, group, *turns, weights)
         self.run.count({name: float(value) for name, value in found.metrics.items()})
         chosen = choose_tokens(replace(batch, advantages=found.advantages), algorithm, group)
         return tuple(self.policy.as_column(samples, values) for values in (found.advantages, found.returns, chosen))
@@ -194,6 +196,8 @@ class Trainer:
         headers = samples.headers
         reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
         found = describe_rollouts(headers) | samples.metrics
+        for plan in self.inputs.reward_plans.values():
+            found |= plan.describe_weights(step)
         self.run.count(found | samples.pack(self.policy.packer).metrics)
         if step == 1:
             from megatron_rl.rewards.silence import explain_silence
@@ -201,9 +205,13 @@ class Trainer:
             ends = [*{0, len(samples.rewards) - 1}]
             fetch = partial(samples.fetch_rollouts, ends, self.inputs.tokenizer.decode)
             self.run.announce(
-                step, "no-signal", explain_silence(headers.rollouts, found, fetch, self.inputs.reward_plan)
+                step, "no-signal", explain_silence(headers.rollouts, found, fetch, self.inputs.reward_plans)
             )
         self.run.count(describe_sources(headers, [prompt.data_source for prompt in samples.prompts]))
+        if self.config.data.sources:
+            from megatron_rl.rollout.by_source import describe_mixture
+
+            self.run.count(describe_mixture(headers, samples.prompts))
         self.run.count(self.policy.describe_reshard() | samples.measure_bytes())
         batch = self.policy.read(samples, "old_logprobs", "advantages", "values", "update_logprobs", "update_entropy")
         columns = {

@@ -21,7 +21,7 @@ from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import REWARD_MODEL, RunConfig
 from megatron_rl.config.sections import DataConfig
-from megatron_rl.data.prompts import PromptSet, choose_teachers, load_prompts, name_files
+from megatron_rl.data.prompts import PromptSet, load_prompts, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.extension.registry import HUB
 from megatron_rl.rewards.plan import build_reward_plan, check_truths
@@ -94,7 +94,8 @@ def localize(config: RunConfig) -> tuple[RunConfig, list[str]]:
         from megatron_rl.data.hub import fetch_model, pin_dataset
 
         found = pin_dataset(name, setting) if is_dataset else str(fetch_model(name, setting))
-        notes.append(f"{setting}: {name} is {found if is_dataset else f'commit {Path(found).name} of the hub'}")
+        if not setting.startswith("data.sources."):  # data.train_files has the same names
+            notes.append(f"{setting}: {name} is {found if is_dataset else f'commit {Path(found).name} of the hub'}")
         return found
 
     def walk(section: Any, prefix: str) -> Any:
@@ -102,14 +103,14 @@ def localize(config: RunConfig) -> tuple[RunConfig, list[str]]:
         for leaf, value in vars(section).items():
             if is_dataclass(value):
                 changed[leaf] = walk(value, f"{prefix}{leaf}.")
-            elif leaf == "teachers" and not prefix:
-                changed[leaf] = {name: walk(teacher, f"teachers.{name}.") for name, teacher in value.items()}
+            elif leaf == "teachers" and not prefix or leaf == "sources":
+                changed[leaf] = {name: walk(one, f"{prefix}{leaf}.{name}.") for name, one in value.items()}
             elif leaf == "further":
                 paths = {name: find(f"{prefix}{leaf}.{name}.path", given["path"]) for name, given in value.items()}
                 changed[leaf] = {name: {**given, "path": paths[name]} for name, given in value.items()}
-            elif leaf in ("path", "tokenizer", "shuffle"):
+            elif leaf in ("path", "tokenizer", "shuffle") or (leaf == "kind" and prefix.startswith("data.")):
                 changed[leaf] = find(f"{prefix}{leaf}", value)
-            elif leaf in ("train_files", "validation_files"):
+            elif leaf in ("train_files", "validation_files", "files"):
                 changed[leaf] = [find(f"{prefix}{leaf}", file) for file in value]
         return replace(section, **changed)
 
@@ -144,7 +145,14 @@ def read_prompts(
         if trained.issuperset(prompt.text for prompt in part.prompts)
     ]
     check_mixture(data, train)
-    choose_teachers(config, train.prompts)
+    if config.teachers:
+        from megatron_rl.data.chosen_order import choose_teachers
+
+        choose_teachers(config, train.prompts)
+    if data.curriculum.kind != "off":
+        from megatron_rl.data.curriculum import open_curriculum
+
+        open_curriculum(data.curriculum, train.prompts)
     prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
     notes += check_truths(reward_plan, prompts, has_episodes)
     if has_episodes:
@@ -152,8 +160,29 @@ def read_prompts(
     return train, validation, notes
 
 
+def read_reward(config: RunConfig, parts: Parts) -> RewardPlan:
+    """Read the reward of a run, or of one source of prompts (UserError: see `build_reward_plan`)."""
+    reward = config.reward
+    models = () if reward.components else config.reward_model.roles
+    models = models if parts.reward_model is None else [REWARD_MODEL]
+    reward = replace(reward, components=[*reward.components, *(f"1.0 {model}" for model in models)])
+    functions = {}
+    if parts.reward is not None:
+        from megatron_rl.rewards.functions import name_rewards
+
+        functions = name_rewards(parts.reward)
+    return build_reward_plan(reward, config.data.max_response_length, functions)
+
+
 def check_mixture(config: DataConfig, train: PromptSet) -> None:
-    """Refuse `data.weights` if a file has no prompt left, and a function `data.shuffle` that fails (UserError)."""
+    """Refuse `data.sources` here, `data.weights` if a file has no prompt left, and a `data.shuffle` that fails."""
+    if config.sources:
+        raise UserError(
+            "a mixture of sources in a run without rollouts",
+            source="data.sources",
+            expected="data.train_files and data.weights",
+            hint="name the files there",
+        )
     if isinstance(order := train.find_order(config.shuffle), Callable):
         order(0)
     empty = [file for file, size in zip(config.train_files, train.file_sizes, strict=True) if not size]
@@ -179,7 +208,7 @@ class RlInputs:
     stop_token_ids: tuple[int, ...]
     train: PromptSet
     validation: dict[str, PromptSet]
-    reward_plan: RewardPlan
+    reward_plans: dict[str, RewardPlan]  # by source of prompts, see `RunConfig.by_source`
     plan: BatchPlan  # batch arithmetic for these prompts
     # A line for each setting without effect, prompt left out by its pass rate, ground truth that a rule cannot read,
     # and image-text model.
@@ -214,23 +243,25 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     POLICY_LOSSES.check(config.algorithm.policy_loss)
     LOSS_AGGREGATIONS.check(config.algorithm.loss_agg_mode)
     BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
-    reward = config.reward
-    models = () if reward.components else config.reward_model.roles
-    models = models if parts.reward_model is None else [REWARD_MODEL]
-    reward = replace(reward, components=[*reward.components, *(f"1.0 {model}" for model in models)])
-    functions = {}
-    if parts.reward is not None:
-        from megatron_rl.rewards.functions import name_rewards
+    if config.data.sources:
+        from megatron_rl.run.mixed_inputs import read_rewards
 
-        functions = name_rewards(parts.reward)
-    reward_plan = build_reward_plan(reward, config.data.max_response_length, functions)
+        reward_plans = read_rewards(config, partial(read_reward, parts=parts))
+    else:
+        reward_plans = {"": read_reward(config, parts)}
     roles, tokenizer = read_rl_models(config, spec, world_size)
     noted = note_models(config, roles, config.rollout.engine)
     policy = roles["actor"].shape
     rollout, files = config.rollout, find_model_files(config.model.path)
     stop_token_ids = find_stop_tokens(tokenizer, files, policy.vocab_size, rollout.stop_token_ids)
     stop = _read_stop(rollout.stop, tokenizer)
-    train, validation, notes = read_prompts(config, tokenizer, reward_plan)
+    if config.data.sources:
+        from megatron_rl.run.mixed_inputs import read_mixture
+
+        read = partial(read_prompts, tokenizer=tokenizer)
+        train, validation, notes = read_mixture(config, lambda name, one: read(one, reward_plan=reward_plans[name]))
+    else:
+        train, validation, notes = read_prompts(config, tokenizer, reward_plans[""])
     for name in rollout.validation_sets:
         if name not in validation:
             raise UserError(
@@ -240,7 +271,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
                 hint="a set is called after its file",
             )
     plan = BatchPlan.build(config, world_size, spec, len(train.prompts))
-    if reward_plan.takes_groups:
+    if any(reward_plan.takes_groups for reward_plan in reward_plans.values()):
         from megatron_rl.rewards.calls import check_dispatch
 
         check_dispatch(rollout.dispatch, plan.num_engines)
@@ -259,7 +290,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
         stop_token_ids=stop_token_ids,
         train=train,
         validation=validation,
-        reward_plan=reward_plan,
+        reward_plans=reward_plans,
         plan=plan,
         notes=idle + _NOT_READ + notes + noted,
         stop=stop,

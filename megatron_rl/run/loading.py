@@ -22,6 +22,7 @@ from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.checks import check_config, put_aside
 from megatron_rl.config.fields import (
     PREFIX,
+    SOURCES,
     TEACHERS,
     FieldInfo,
     build_section,
@@ -120,7 +121,8 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     given = read_settings(recipe, overrides, mistakes)
     parts = [setting.name.split(".") for setting in given]
     teachers = list(dict.fromkeys(part[1] for part in parts if part[0] == TEACHERS and len(part) > 1))
-    fields = list_fields(teachers) | list_options()
+    mixed = list(dict.fromkeys(one[2] for one in parts if one[:2] == ["data", "sources"] and len(one) > 2))
+    fields = list_fields(teachers, mixed) | list_options()
     settings = _gather_mappings(given, fields)
     notes: list[str] = []
     num_ranks = None
@@ -129,7 +131,7 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
         settings, notes = _aliases().translate(settings, fields, mistakes)
     notes = _find_contradictions(settings) + notes
     chosen = _choose(settings, fields, mistakes)
-    _require_all(chosen, fields, recipe, mistakes)
+    _require_all(chosen, fields, recipe, mistakes, {"data.train_files"} if mixed else set())
     sources = {name: choice.source for name, choice in chosen.items()}
     values = dict.fromkeys((name for name, info in fields.items() if info.required), MISSING)
     values |= {name: choice.value for name, choice in chosen.items()}
@@ -141,6 +143,10 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
                 ENGINES.check(chosen[_ENGINE].value, sources[_ENGINE])
     if _ENGINE in mistakes.refused:
         values.pop(_ENGINE, None)
+    if mixed:
+        from megatron_rl.config.mixture import add_sources
+
+        notes += add_sources(values, mixed, sources)
     classes = section_classes()
     make_teacher = classes.pop(TEACHERS)
     sections = {name: build_section(declaration, name, values) for name, declaration in classes.items()}
@@ -169,7 +175,7 @@ def read_settings(
     Raises:
         UserError: the recipe is not YAML.
     """
-    fields = list_fields()
+    fields = list_fields(sources=())
     if not recipe or isinstance(recipe, Mapping):
         settings = read_mapping(recipe or {}, mistakes)
     else:
@@ -184,6 +190,10 @@ def read_settings(
         replace(one, name="layout.mode") if one.name == "layout" and isinstance(one.value, str) else one
         for one in settings
     ]
+    if any(one.name.startswith(SOURCES) for one in settings):
+        from megatron_rl.config.mixture import name_sources
+
+        settings = name_sources(settings, mistakes)
     settings = _without_empty_sections(settings, mistakes)
     settings = _resolve_references(settings, mistakes)
     plugins = _choose([setting for setting in settings if setting.name == _PLUGINS], fields, mistakes)
@@ -235,7 +245,7 @@ def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
 
 
 def _without_empty_sections(settings: list[Setting], mistakes: Mistakes) -> list[Setting]:
-    sections = {*(name.rpartition(".")[0] for name in list_fields()), TEACHERS, PREFIX}
+    sections = {*(name.rpartition(".")[0] for name in list_fields(sources=())), TEACHERS, PREFIX}
     for setting in settings:
         if setting.name in sections and setting.value not in (None, "hf_model"):  # a file of verl's
             error = UserError(
@@ -298,10 +308,11 @@ def _require_all(
     fields: Mapping[str, FieldInfo],
     recipe: Path | Mapping[str, Any] | None,
     mistakes: Mistakes,
+    implied: set[str],
 ) -> None:
     source = f"{recipe} and the command line" if recipe else "command line (no recipe)"
     source = "the config that was passed" if isinstance(recipe, Mapping) else source
-    given = {*chosen, *mistakes.refused}
+    given = {*chosen, *mistakes.refused, *implied}
     missing = [info for name, info in fields.items() if info.required and name not in given]
     names = [info.name for info in missing]
     with mistakes.collect(*names):

@@ -61,6 +61,7 @@ def resolve(config: RunConfig) -> RunSpec:
         needs_greedy_baseline=estimator.needs_greedy_baseline,
         needs_group=estimator.needs_group,
         needs_sum_pi_squared=estimator.needs_sum_pi_squared,
+        needs_turns=estimator.needs_turns,
         why_recompute=plan_old_logprobs(config, estimator),
     )
 

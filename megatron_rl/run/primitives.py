@@ -95,7 +95,7 @@ class Policy(ActorOnSamples):
             return self._collector.collect(step)
         from megatron_rl.data.chats import read_given_prompts
 
-        limit, sampling = self._config.data.max_prompt_length, self._collector.sampling
+        limit, sampling = self._config.data.max_prompt_length, self._collector.sampling_by_source
         prompts = read_given_prompts(prompts, self._tokenizer, limit, n, temperature)
         n = self._config.rollout.n if n is None else n
         return self._collector.generate(SampleGroups(prompts, n, sampling(temperature), step))

@@ -246,6 +246,7 @@ class TrainBatch:
     teacher_top_k: torch.Tensor | None = None
     teacher_hidden: torch.Tensor | None = None  # [t, h of the teacher] float32, likewise
     chosen: torch.Tensor | None = None  # bool, tokens that the policy loss treats specially (clip_cov, kl_cov)
+    rollout_rows: torch.Tensor | None = None  # int64, if losses take rollouts as sequences; see `PolicyLossInputs`
     # update_logprobs, update_entropy: float32, at the last optimizer step that used the token (NaN before); written by
     # the actor's last pipeline stage if allocated.
     update_logprobs: torch.Tensor | None = None
@@ -378,6 +379,7 @@ class Packing:
     lengths: np.ndarray  # [n] tokens after the prompt
     versions: torch.Tensor  # [t] int32, policy version that sampled each token; undefined elsewhere
     turn_rewards: torch.Tensor | None  # [t] float32, at the last token of each turn, if local turns have rewards
+    turn_states: torch.Tensor | None  # [t] int64, at the first token of each turn, see `Branch`
     routes: torch.Tensor | None  # [t, layers, choices] experts chosen by the engine, if returned
     metrics: dict[str, float]  # `packing/...`, averaged over minibatches; shares of padding over the step
 
@@ -415,7 +417,12 @@ class Packer:
             shared = share_branches(headers.rows)
         elif self.config.share_prompts:
             shared = share_prompts(number_prompts(headers), headers["num_prompt_tokens"])
-        plans, metrics = self._plan(headers, shared)
+        has_whole = self.algorithm.ratio_by == "rollout" and len(headers) > len(headers.rollouts)
+        if has_whole:
+            from megatron_rl.samples.branches import check_whole, count_rows
+
+            check_whole(headers.rows, shared, self.config.max_tokens_per_microbatch)
+        plans, metrics = self._plan(headers, shared, "rollout" if has_whole else "group" if self.whole_prompts else "")
         replica_of = np.full(len(headers), -1)
         for indices, plan in plans:
             for replica, microbatches in enumerate(plan):
@@ -436,6 +443,10 @@ class Packer:
             shared=shared,
         )
         batch = replace(batch, ledgers=ledgers, names=headers.list_titles())
+        if has_whole:
+            owners = np.append(headers["rollout"], -1)[batch.sequence_ids.cpu().numpy()]
+            rows = count_rows(owners, [(part.start, part.stop) for part in batch.slices])
+            batch = replace(batch, rollout_rows=rows.to(self.device))
         ids, positions = batch.sequence_ids.cpu().numpy(), batch.position_ids.cpu().numpy()
         rows = np.flatnonzero((ids >= 0) & (positions == headers["num_prompt_tokens"][ids]))
         starts = np.zeros(len(headers), np.int64)
@@ -448,18 +459,22 @@ class Packer:
             headers.num_response_tokens,
             torch.zeros_like(batch.tokens, dtype=torch.int32) if versions is None else versions,
             _place(branches, "rewards", starts, batch),
+            _place(branches, "states", starts, batch),
             _place_routes(branches, ids, positions, self.device),
             metrics,
         )
 
     def _plan(
-        self, headers: Headers, shared: SharedPrefixes | None
+        self, headers: Headers, shared: SharedPrefixes | None, whole: str
     ) -> tuple[list[tuple[range, MicrobatchPlan]], dict[str, float]]:
-        """Return the sequences and the plan of each minibatch, and the metrics of all plans."""
+        """Return the sequences and the plan of each minibatch, and the metrics of all plans.
+
+        Sequences with one value of the field `whole`, if any, stay together.
+        """
         model, pad, budget = self.model, self._padding.find_size, self.config.max_tokens_per_microbatch
         ratio = model.attention_ratio
         lengths, firsts = headers["num_tokens"].tolist(), headers.first_of_rollout[:: self.plan.rollouts_per_minibatch]
-        edges = np.diff(headers.rows["group"], prepend=-1, append=-1)  # other than 0 where a prompt's responses begin
+        edges = np.diff(headers.rows[whole or "group"], prepend=-1, append=-1)  # other than 0 where one begins
         plans, metrics, sizes = [], [], list[int]()
         for start, stop in pairwise([*firsts.tolist(), len(headers)]):
             part, own = None if shared is None else shared.part(start, stop), lengths[start:stop]
@@ -470,7 +485,7 @@ class Packer:
                 count_multiple=model.microbatch_count_multiple,
                 attention_ratio=ratio,
                 shared=part,
-                whole=np.flatnonzero(edges[start : stop + 1]) if self.whole_prompts else None,
+                whole=np.flatnonzero(edges[start : stop + 1]) if whole else None,
             )
             plans.append((range(start, stop), plan))
             metrics.append(packing_metrics(plan, own, budget, pad=pad, attention_ratio=ratio, shared=part))

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatron_rl.observability.metrics import TokenTexts
-from megatron_rl.samples.microbatches import SharedPrefixes, is_repeated
-from megatron_rl.types import Branch, Rollout, Turn
+from megatron_rl.samples.microbatches import PackingWork, SharedPrefixes, is_repeated
+from megatron_rl.types import Branch, Rollout, Turn, UserError
 
 
 def arrange_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int]]:
@@ -59,6 +60,41 @@ def share_branches(rows: np.ndarray) -> SharedPrefixes:
         is_repeated(rows["rollout"]), rows["num_shared"], np.where(has_prompt, rows["num_prompt_tokens"], 0)
     )
     return SharedPrefixes(np.argsort(order), num_shared.astype(np.int64), num_tokens, "prefix")
+
+
+def check_whole(rows: np.ndarray, shared: SharedPrefixes | None, max_tokens: int) -> None:
+    """Refuse rollouts whose branches do not fit into one microbatch (UserError).
+
+    Args:
+        rows: [n] of `HEADER`, equal on every rank.
+    """
+    places = np.arange(len(rows)) if shared is None else shared.places
+    work = PackingWork.measure(rows["num_tokens"].tolist(), 0.0, shared)
+    bounds = np.flatnonzero(np.diff(rows["rollout"], prepend=-1, append=-1))
+    sizes, _ = work.sum_joined(np.lexsort((places, rows["rollout"])), bounds)
+    if sizes.max() > max_tokens:
+        largest = rows[bounds[int(sizes.argmax())]]
+        raise UserError(
+            f"prompt_id {largest['prompt_id']}, sample {largest['sample_index']} has {sizes.max()} tokens in all its "
+            f"branches, and a microbatch has {max_tokens}",
+            source="algorithm.ratio_by = rollout",
+            expected="branches that fit into one microbatch, as the loss takes their mean",
+            hint="raise max_tokens_per_microbatch, or set algorithm.ratio_by=branch",
+        )
+
+
+def count_rows(owners: np.ndarray, bounds: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return for each token the rows since its rollout's first one in the microbatch, [t] int64.
+
+    Args:
+        owners: [t], rollout of each token.
+        bounds: first row of each microbatch, and the row after its last one.
+    """
+    rows = np.zeros(len(owners), np.int64)
+    for start, stop in bounds:
+        _, firsts, places = np.unique(owners[start:stop], return_index=True, return_inverse=True)
+        rows[start:stop] = np.arange(stop - start) - firsts[places]
+    return torch.from_numpy(rows)
 
 
 def describe_turns(rollout: Rollout, runs: Sequence[Turn], token_texts: TokenTexts) -> dict[str, Any]:

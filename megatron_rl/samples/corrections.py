@@ -32,12 +32,11 @@ def weigh_tokens(
     Args:
         rollouts: [t], the rollout index of each token.
     """
+    responses = Responses.of_sequences(batch.sequence_ids)
+    if algorithm.importance_by == "rollout":
+        responses = _find_rollouts(headers, batch, rollouts, group)
     weights, sums = compute_importance_weights(
-        batch.column("old_logprobs"),
-        batch.rollout_logprobs,
-        batch.loss_mask,
-        _find_responses(headers, batch, rollouts, group),
-        algorithm,
+        batch.column("old_logprobs"), batch.rollout_logprobs, batch.loss_mask, responses, algorithm
     )
     counts = {name: float(value) for name, value in sums.items()}
     counts = reduce_scalars(counts, dist.ReduceOp.SUM, group, batch.tokens.device)
@@ -46,7 +45,7 @@ def weigh_tokens(
     return weights, finish_importance_weights(counts)
 
 
-def _find_responses(headers: Headers, batch: TrainBatch, rollouts: torch.Tensor, group: dist.ProcessGroup) -> Responses:
+def _find_rollouts(headers: Headers, batch: TrainBatch, rollouts: torch.Tensor, group: dist.ProcessGroup) -> Responses:
     device = batch.sequence_ids.device
     begins_rollout = np.isin(np.arange(len(headers) + 1), headers.first_of_rollout)  # False for padding, the last one
     is_first = mark_first(batch.sequence_ids) & torch.from_numpy(begins_rollout).to(device)[batch.sequence_ids]

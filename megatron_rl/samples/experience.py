@@ -370,11 +370,15 @@ def compute_advantages(
     algorithm: AlgorithmConfig,
     group: dist.ProcessGroup,
     turn_rewards: torch.Tensor | None = None,
+    turn_states: torch.Tensor | None = None,
+    weights: Mapping[str, float] = {},
 ) -> estimation.Advantages:
     """Compute the advantages (with a critic, also the returns) of this rank's tokens; collective.
 
     Args:
         batch: with old log-probs, and reference log-probs and values if there are any.
+        turn_rewards, turn_states: see `Packing`.
+        weights: see `AdvantageInputs`.
     """
     headers = samples.headers
     rewards = samples.rewards
@@ -404,6 +408,9 @@ def compute_advantages(
         importance_weights=batch.importance_weights,
         components=dict(zip(headers.names, headers.rollouts.components.T, strict=True)),
         has_reward=headers.rollouts.has_reward,
+        weights=weights,
+        turn_rewards=turn_rewards,
+        turn_states=turn_states,
     )
     found = estimation.compute_advantages(inputs, algorithm)
     if batch.teacher_logprobs is None:
@@ -476,7 +483,8 @@ def loss_inputs(batch: TrainBatch) -> PolicyLossInputs:
     """Build the inputs of the policy loss before the update."""
     old_logprobs = batch.column("old_logprobs")
     return PolicyLossInputs(
-        old_logprobs, old_logprobs, batch.column("advantages"), batch.loss_mask, batch.sequence_ids, batch.chosen
+        *(old_logprobs, old_logprobs, batch.column("advantages"), batch.loss_mask, batch.sequence_ids, batch.chosen),
+        rollout_rows=batch.rollout_rows,
     )
 
 
@@ -614,6 +622,7 @@ def text_rows(parts: Iterable[Experience], decode: Callable[[list[int]], str]) -
 def text_row(rollout: Rollout) -> dict[str, Any]:
     """Build the row of one rollout without tokens, as in validation files."""
     return {
+        **({"source": rollout.prompt.source} if rollout.prompt.source else {}),
         "prompt_id": rollout.prompt.prompt_id,
         "sample_index": rollout.sample_index,
         "prompt": rollout.prompt.text,

@@ -309,7 +309,9 @@ def plan_microbatches(
     work = PackingWork.measure(lengths, attention_ratio, shared)
     arrange = partial(_plan_units, work=work, dp_size=dp_size, max_tokens=max_tokens, count_multiple=count_multiple)
     bounds = np.arange(len(lengths) + 1) if whole is None else whole
-    singles = Units.measure(work, np.arange(len(lengths)), bounds)
+    places = np.arange(len(lengths)) if shared is None else shared.places
+    members = np.lexsort((places, np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))))
+    singles = Units.measure(work, members, bounds)
     if shared is None or whole is not None:
         return _spell_out(arrange(singles), dp_size)
     units = _split_groups(work, max_tokens)

@@ -156,7 +156,7 @@ def build_headers(
     """
     found, rows = list(rollouts), []
     for group, rollout in found:
-        answer = _hash(name_answer(rollout.response).encode("utf-8", "backslashreplace")) if with_answers else 0
+        answer = hash_bytes(name_answer(rollout.response).encode("utf-8", "backslashreplace")) if with_answers else 0
         is_cut = mask_truncated and rollout.finish_reason in _CUT
         in_loss = has_reward(rollout.finish_reason, rollout.reward_components) and not is_cut
         reason = FINISH_REASONS.index(rollout.finish_reason)
@@ -176,7 +176,7 @@ def build_headers(
                 (
                     rollout.prompt.prompt_id,
                     answer,
-                    0 if branch.routes is None else _hash(branch.routes[: branch.num_prompt_tokens].tobytes()),
+                    0 if branch.routes is None else hash_bytes(branch.routes[: branch.num_prompt_tokens].tobytes()),
                     rollout.reward,
                     before,
                     rollout.sample_index,
@@ -244,8 +244,8 @@ def merge_names(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
     return tuple(merged)
 
 
-def _hash(data: bytes) -> int:
-    """Hash an answer or expert routes to 64 bits, so that headers can be compared for equal contents."""
+def hash_bytes(data: bytes) -> int:
+    """Hash an answer, expert routes or a state to 64 bits, so that equal contents are found."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -364,7 +364,8 @@ def _as_bytes(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 # (lengths [n], columns, reader of local values) -> values that this rank needs; collective
 Fetch = Callable[[np.ndarray, Mapping[str, torch.dtype], Read], Fetched]
 _PAYLOAD = {"logprobs": torch.float32, "tokens": torch.int32, "sampled": torch.bool}
-_VERSIONS, _REWARDS = {"versions": torch.int32}, {"rewards": torch.float32}  # fetched only if needed
+_VERSIONS, _REWARDS = {"versions": torch.int32}, {"rewards": torch.float32}  # fetched only if needed, like:
+_STATES = {"states": torch.int64}
 
 
 @dataclass(frozen=True)
@@ -377,6 +378,7 @@ class Payload:
     has_kept: bool = False  # any token of the step was drawn by truncated sampling; equal on every rank
     route_shape: RouteShape | None = None  # equal on every rank; `None` without routes
     has_episodes: bool = True  # whether unsampled tokens separate turns; otherwise `engines/wrappers.py` inserted them
+    has_states: bool = False  # whether states are fetched, see `Branch`
 
 
 def index_branches(held: Iterable[tuple[int, Rollout]], headers: Headers) -> dict[int, Branch]:
@@ -395,25 +397,27 @@ def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_
     """Fetch the tokens of the sequences that this rank needs, by sequence index; collective.
 
     Args:
-        fetch_from_first: uses only the first rank of each holder, which alone has turn rewards.
+        fetch_from_first: uses only the first rank of each holder, which alone has turn rewards and states.
     """
     rows = headers.rows
     has_versions = bool((rows["first_version"] != rows["last_version"]).any())
 
     def read(name: str, sequences: np.ndarray) -> torch.Tensor:
         found = [(i, getattr(payload.branches[i], name)) for i in sequences.tolist()]
-        arrays = [np.zeros(lengths[i], np.float32) if array is None else array for i, array in found]
+        zeros = np.zeros(max(lengths, default=0), np.int64 if name == "states" else np.float32)
+        arrays = [zeros[: lengths[i]] if array is None else array for i, array in found]
         return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.empty(0, dtype=dtypes[name])
 
-    dtypes = _PAYLOAD | _VERSIONS | _REWARDS
+    dtypes = _PAYLOAD | _VERSIONS | _REWARDS | _STATES
     lengths = headers["num_tokens"]
     found = fetch(lengths, _PAYLOAD | (_VERSIONS if has_versions else {}), read)
     kept = _fetch_kept(payload, lengths, fetch) if payload.has_kept else {}
     routes = _fetch_routes(payload, payload.route_shape, lengths, fetch) if payload.route_shape else {}
     columns = {name: split_values(values, found.sequences, lengths) for name, values in found.columns.items()}
-    if rows["has_turn_rewards"].any():
-        judged = fetch_from_first(lengths, _REWARDS, read)
-        columns["rewards"] = split_values(judged.columns["rewards"], judged.sequences, lengths)
+    by_turn = (_REWARDS if rows["has_turn_rewards"].any() else {}) | (_STATES if payload.has_states else {})
+    if by_turn:
+        judged = fetch_from_first(lengths, by_turn, read)
+        columns |= {name: split_values(judged.columns[name], judged.sequences, lengths) for name in by_turn}
     of_version = {v: np.broadcast_to(np.int32(v), max(lengths, default=0)) for v in {*rows["last_version"].tolist()}}
     return {
         i: Branch(
@@ -425,6 +429,7 @@ def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_
             kept.get(i),
             columns["rewards"][i] if rows["has_turn_rewards"][i] else None,
             routes.get(i),
+            columns["states"][i] if payload.has_states else None,
         )
         for i in found.sequences.tolist()
     }

@@ -240,3 +240,29 @@ def test_routes_of_weights_that_read_all_again_replace_those_of_others(version, 
     recording.reply(np.array([5], np.int32), np.zeros(1, np.float32), version, routes=routes)
     (branch,) = recording.finish("stop").branches
     assert branch.routes is not None and branch.routes.ravel().tolist() == [*expected, 255]
+
+
+def record_states(*turns: tuple[list[int], str | None]) -> list[dict[int, int]]:
+    """States of each branch by token index, of requests of these tokens that the replies [8, 9] answer."""
+    recording = Recording(Prompt(0, np.array([1, 2], np.int32), "", ""), 0)
+    for tokens, state in turns:
+        recording.name_state(state)
+        recording.record_request(np.array(tokens, np.int32))
+        recording.reply(np.array([8, 9], np.int32), np.zeros(2, np.float32), 3)
+    found = [branch.states for branch in recording.finish("stop").branches]
+    return [{i: int(one[i]) for i in np.flatnonzero(one)} for one in found]
+
+
+def test_a_turn_has_the_state_that_it_answers_at_its_first_token():
+    """The first one has the whole request, a later one what the request adds; equal contents give equal states."""
+    (first,) = record_states(([1, 2], None), ([1, 2, 8, 9, 5], None), ([1, 2, 8, 9, 5, 8, 9, 5], None))
+    assert [*first] == [2, 5, 8] and first[5] == first[8] != first[2]
+    (other,) = record_states(([1, 2], None), ([1, 2, 8, 9, 6], None))
+    assert other[2] == first[2] and other[5] != first[5] and min(*first.values(), *other.values()) > 0
+
+
+def test_a_named_state_takes_the_place_of_tokens_also_in_a_new_branch():
+    (first, forked) = record_states(([1, 2], "start"), ([1, 2, 7, 7], "room"))
+    (grown,) = record_states(([1, 2], "start"), ([1, 2, 8, 9, 4, 4], "room"))
+    assert [*first] == [2] and [*forked] == [4] and [*grown] == [2, 6]
+    assert first[2] == grown[2] and forked[4] == grown[6]

@@ -59,9 +59,8 @@ def test_expand_gives_every_token_in_the_loss_its_rollouts_value() -> None:
 def test_built_in_names_and_what_they_need() -> None:
     needs = ("values", "greedy_baseline", "group", "sum_pi_squared")
     found = {name: {need for need in needs if getattr(e, f"needs_{need}")} for name, e in ADVANTAGE_ESTIMATORS.items()}
-    assert found == dict.fromkeys(
-        ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline"), {"group"}
-    ) | {
+    grouped = "grpo dr_grpo grpo_passk grpo_turns gigpo rloo opo gpg gdpo reinforce_plus_plus_baseline"
+    assert found == dict.fromkeys(grouped.split(), {"group"}) | {
         "optimal_token_baseline": {"group", "sum_pi_squared"},
         "tir_optimal_token_baseline": {"group", "sum_pi_squared"},
         "reinforce_plus_plus": set(),
@@ -149,7 +148,7 @@ def test_gae_without_a_critic_is_refused() -> None:
 
 
 def test_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match='"grop" is not known(.|\n)*gae, gdpo, gpg, grpo(.|\n)*did you mean "grpo"'):
+    with pytest.raises(UserError, match='"grop" is not known(.|\n)*gae, gdpo, gigpo, gpg(.|\n)*did you mean "grpo"'):
         compute_advantages(make_inputs(), AlgorithmConfig(adv_estimator="grop"))
 
 

@@ -402,6 +402,22 @@ def test_optimal_token_baseline_by_hand() -> None:
     assert certain == [0.5, 1.0, -0.5] and equal == pytest.approx([0.0, 0.1, 0.0])
 
 
+def test_gdpo_without_names_takes_the_sources_of_the_reward_with_their_weights_of_the_step() -> None:
+    """And without them, or beside names of its own, they have no effect."""
+
+    def on_rank(rank: int, world_size: int) -> None:
+        inputs = build_inputs(SHARES[1][0], dist.group.WORLD)
+        found = compute_advantages(
+            replace(inputs, weights={"clear": 1.0, "short": -0.25}), AlgorithmConfig(adv_estimator="gdpo")
+        ).advantages
+        named = compute_advantages(inputs, CONFIGS["gdpo"]).advantages
+        assert torch.equal(found, named) and found.any()
+        others = replace(inputs, weights={"clear": 7.0, "short": 1.0})
+        assert torch.equal(compute_advantages(others, CONFIGS["gdpo"]).advantages, named)
+
+    run_ranks(on_rank, 1)
+
+
 def test_gdpo_of_the_reward_alone_is_whitened_grpo() -> None:
     """The reward itself has no effect. A component that a rollout does not report is refused."""
 

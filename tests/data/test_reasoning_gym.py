@@ -46,9 +46,21 @@ def create(name, **options):
     return Sums(**options)
 
 
+class SumsCurriculum:
+    """Of the package's form: its level sets an option of the data set."""
+
+    def set_global_level(self, level):
+        self._level = level
+
+    def generate_configuration(self, defaults):
+        return SimpleNamespace(**defaults, largest=10 ** (1 + self._level))
+
+
 @pytest.fixture
 def package(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create))
+    factory = SimpleNamespace(create_curriculum=lambda name: SumsCurriculum())
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
     _open.cache_clear()
     yield
     _open.cache_clear()
@@ -74,6 +86,20 @@ def test_the_default_is_500_tasks_and_what_is_not_there_is_named(package):
     for file, message in (("reasoning-gym:chess", "not registered"), ("reasoning-gym:sums?length=1", "TypeError")):
         with pytest.raises(UserError, match=message):
             next(read_rows([file]))
+
+
+def test_levels_are_those_of_the_package(package):
+    """Each has its tasks, which are scored as a set of one level is."""
+    rows = list(read_rows(["reasoning-gym:sums?size=2&levels=3&seed=4"]))
+    assert [row.columns["level"] for row in rows] == [0, 0, 1, 1, 2, 2]
+    single = list(read_rows(["reasoning-gym:sums?size=2&seed=4&level=1"]))
+    assert [row.columns["answer"] for row in rows[2:4]] == [row.columns["answer"] for row in single]
+    assert single[0].columns["prompt"][0]["content"].startswith("What is 4 + 100?")
+    assert score_reasoning_gym("<answer>104</answer>", single[0].columns["answer"]) == 1.0
+    assert {row.columns["data_source"] for row in rows} == {"reasoning-gym:sums"}
+    for levels in ("x", "0"):
+        with pytest.raises(UserError, match=f"levels={levels}"):
+            list(read_rows([f"reasoning-gym:sums?levels={levels}"]))
 
 
 def test_without_the_package_it_is_asked_for(monkeypatch):
@@ -104,4 +130,6 @@ def test_every_set_of_the_package_makes_tasks_and_takes_its_own_answers():
             wrong += [name] * (score < 1.0)
     assert found == 2 * (len(DATASETS) - 1) and len(DATASETS) > 100
     assert wrong == [], wrong
+    levels = [row.columns["level"] for row in read_rows(["reasoning-gym:leg_counting?size=2&levels=3"])]
+    assert levels == [0, 0, 1, 1, 2, 2]
     assert identify("reasoning-gym:chess").startswith("reasoning-gym:chess 0.")

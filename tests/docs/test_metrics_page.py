@@ -35,6 +35,7 @@ NOT_RECORDED = (
     "estimator/",
     "aggregation/",
     "schedule/",
+    "sources/",  # tests/config/test_mixture.py
     "lora/",
     "moe/",
     "mtp/",
@@ -42,10 +43,12 @@ NOT_RECORDED = (
     "validation/<set>/failed",
     "mismatch/lag",
     "packing/prefix_repeats",
+    "curriculum/",  # tests/run/test_curriculum_in_loop.py
     "sampling/kept",
     "sampling/thoughts_ended",
     "reward/<data_source>",
     "reward/restates_prompt",
+    "reward/weight/",
     "reward/service_failures",
     "reward/unmarked_answers",
     "reward/math_",

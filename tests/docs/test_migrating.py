@@ -18,7 +18,7 @@ from megatron_rl.run.loading import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-NO_SETTINGS = {"actor.cpu_offloading"}  # unknown according to a page
+NO_SETTINGS = {"actor.cpu_offloading", "data.sources"}  # unknown according to a page; a list of settings
 OTHER_NAMES = {"verl_keys.md", "python_api.md"}  # settings of verl, attributes of objects
 REQUIRED = ["model.path=m", "data.train_files=[t.jsonl]", "data.train_batch_size=256"]
 

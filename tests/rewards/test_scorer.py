@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,43 @@ def test_group_reward_sees_all_responses_to_a_prompt(tmp_path, workers, num_begu
         "37+45= ['a', 'bbb', 'cc'] 82 {'level': 3} 1",
         "37+45= ['dddd', 'e', 'ff'] 82 {'level': 3} 1",
     ]
+
+
+def test_groups_of_one_prompt_are_apart(tmp_path):
+    """The prompt occurs twice in a step, its responses end in any order, and one episode has failed."""
+    (tmp_path / "group.py").write_text(GROUP.format(log=str(tmp_path / "log")))
+    texts = ["a", "bbb", "cc", "dddd", "e", "ff"]
+    rollouts = [make_rollout(text, prompt_id=4, sample_index=i % 3) for i, text in enumerate(texts)]
+    rollouts[4] = replace(rollouts[4], reward=0.0, finish_reason="timeout")
+    components = [f"1 {tmp_path / 'group.py'}:rank", f"10 {write_function(tmp_path, 'return 1.0')}"]
+    with open_scorer(components=components, workers=1) as scorer:
+        for i in (4, 0, 5, 3, 1):
+            scorer.begin(rollouts[i], 1)
+        found = [rollout.reward for rollout in scorer.finish(rollouts, 1)]
+    assert found == [11.0, 10.0, 10.5, 10.0, 0.0, 11.0]
+    calls = [line.split("]")[0] for line in (tmp_path / "log").read_text().splitlines()]
+    assert calls == ["37+45= ['a', 'bbb', 'cc'", "37+45= ['dddd', 'ff'"]
+
+
+def test_group_rewards_of_the_page(tmp_path):
+    """Ranks, diversity and an asynchronous pairwise judge, against loops."""
+    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+    (code,) = (block for block in page.split("```python\n") if block.startswith("# groups.py"))
+    (tmp_path / "groups.py").write_text(code.split("```")[0])
+    texts = ["a b c", "b", "c d", "", "a b c"]
+    rollouts = [make_rollout(text, sample_index=i) for i, text in enumerate(texts)]
+    names = ["rank", "diversity", "win_rate"]
+    with open_scorer(components=[f"1 {tmp_path / 'groups.py'}:{name}" for name in names]) as scorer:
+        found = scorer.finish(rollouts, 1)
+    for i, text in enumerate(texts):
+        others = [other for j, other in enumerate(texts) if j != i]
+        wins = sum(0.5 * (len(text) < len(other)) + 0.5 * (len(text) <= len(other)) for other in others)
+        words = [({*text.split()}, {*other.split()}) for other in others]
+        overlap = sum(len(a & b) / max(len(a | b), 1) for a, b in words)
+        rank = sum(len(other) > len(text) for other in texts)
+        expected = np.array([rank, 1 - overlap / 4, wins / 4], np.float64)
+        np.testing.assert_allclose([found[i].reward_components[name] for name in names], expected, rtol=1e-15)
+        assert found[i].reward == pytest.approx(expected.sum(), rel=1e-15)
 
 
 def test_mistakes_of_group_rewards(tmp_path):

@@ -184,6 +184,7 @@ def make_branch(length: int, rewards: bool, kept: bool) -> Branch:
         2,
         KeptSets(rng.integers(0, 99, counts.sum()).astype(np.int32), counts) if kept else None,
         rng.random(length).astype(np.float32) if rewards else None,
+        states=rng.integers(1, 1 << 62, length) if rewards else None,
     )
 
 

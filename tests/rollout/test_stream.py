@@ -32,12 +32,13 @@ from scripted_job import (
 )
 
 from distributed import run_ranks
-from megatron_rl.config.sections import AgentsConfig, ScheduleConfig
+from megatron_rl.config.sections import ScheduleConfig
 from megatron_rl.engines.protocol import Sampled, derive_seed
 from megatron_rl.rollout.collector import Taken
 from megatron_rl.rollout.episodes import Episodes, SampleGroups
 from megatron_rl.rollout.schedule_trace import ScheduleTrace, read_trace
 from megatron_rl.rollout.serving import find_window
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import KeptSets, Prompt, Rollout, UserError
 
 
@@ -372,12 +373,13 @@ def test_a_smaller_bound_takes_what_has_begun_first() -> None:
     assert find_window(open_, begun=15, wanted=3, ahead=3, passed=1) == (2, range(15, 15))
 
 
+CONFIG = load_config(None, ["model.path=none", "data.train_files=[none]", "data.train_batch_size=1"]).config
 PROMPT = Prompt(3, np.array([1, 2], np.int32), "", None)
 KEPT = KeptSets(np.array([9, 2, 7], np.int32), np.array([2, 1], np.int32))
 
 
 def open_responses() -> Episodes:
-    return Episodes(SampleGroups([PROMPT] * 3, 2, SAMPLING, step=1), 1, AgentsConfig(), None)
+    return Episodes(SampleGroups([PROMPT] * 3, 2, SAMPLING, step=1), CONFIG, None)
 
 
 def receive(responses: Episodes, parts: list[Sampled], version: int) -> list[Any]:

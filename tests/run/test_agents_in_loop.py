@@ -164,6 +164,72 @@ def test_episodes_of_several_turns_are_learned_with_the_engines_log_probs(
     assert rewards <= {0.0, 0.25, 0.5, 0.75} and len(rewards) > 1  # summed over turns
 
 
+def gigpo_by_loop(rows: list[dict[str, Any]], gamma: float) -> list[list[float]]:
+    """GiGPO's advantages of a group's turns, with the step weight 1; a turn's state is what it answers."""
+
+    def normalize(value: float, others: list[float]) -> float:
+        return 0.0 if len(others) == 1 else (value - np.mean(others)) / (np.std(others, ddof=1) + 1e-6)
+
+    returns = []
+    for row in rows:
+        rewards = [turn["reward"] for turn in row["turns"]][:-1]
+        rewards.append(row["reward"] - sum(rewards))
+        returns.append([sum(gamma**i * x for i, x in enumerate(rewards[k:])) for k in range(len(rewards))])
+    states = [[turn["observed"] for turn in row["turns"]] for row in rows]
+    pairs = [pair for mine in zip(states, returns, strict=True) for pair in zip(*mine, strict=True)]
+    scores = [row["reward"] for row in rows]
+    return [
+        [
+            normalize(row["reward"], scores) + normalize(ahead, [x for other, x in pairs if other == state])
+            for state, ahead in zip(*mine, strict=True)
+        ]
+        for row, *mine in zip(rows, states, returns, strict=True)
+    ]
+
+
+GIGPO = ["algorithm.adv_estimator=gigpo", "algorithm.gamma=0.5", "data.max_response_length=64"]
+
+
+@pytest.mark.parametrize("layout", [[], pytest.param(layout_overrides(1, 1, 2), marks=pytest.mark.slow)])
+def test_gigpo_compares_the_turns_that_answer_the_same(
+    task: Path, tmp_path: Path, environments: Path, vllm_imported: None, layout: list[str]
+) -> None:
+    """On two ranks with parts of a group, or one engine of both: logged advantages equal a loop over logged turns."""
+    echo = f"agents.environment={environments}:Echo"
+    records = play(task, tmp_path / "run", *MULTI, *layout, echo, SHORT, *GIGPO)
+    rows, num_turns = read_rollouts(tmp_path / "run"), set()
+    for first in range(0, len(rows), 4):
+        group = rows[first : first + 4]
+        assert len({row["prompt_id"] for row in group}) == 1
+        for row, expected in zip(group, gigpo_by_loop(group, 0.5), strict=True):
+            starts = [turn["start"] for turn in row["turns"]]
+            sizes = np.diff([*starts, len(row["tokens"])])
+            np.testing.assert_allclose(row["advantages"], np.repeat(expected, sizes), rtol=1e-5, atol=1e-5)
+            num_turns.add(len(starts))
+    assert len(num_turns) > 1 and all(record["estimator/gigpo/state_size"] > 2 for record in records)
+
+
+@pytest.mark.slow
+def test_gigpo_of_weight_0_and_of_one_turn_per_episode_are_grpo_bit_for_bit(
+    task: Path, tmp_path: Path, environments: Path, vllm_imported: None
+) -> None:
+    """Weights, records and advantages of the run; by turn, episodes of one turn have those of grpo, too."""
+    cases = {
+        "grpo": ("Echo", "algorithm.adv_estimator=grpo"),
+        "weightless": ("Echo", "algorithm.options.gigpo.step_weight=0", *GIGPO[:2]),
+        "one turn": ("OneTurn", "algorithm.adv_estimator=grpo"),
+        "by turn": ("OneTurn", "algorithm.adv_estimator=grpo_turns"),
+    }
+    ignored, found = ("estimator/", "samples/bytes_per_rank"), {}
+    for name, (environment, *settings) in cases.items():
+        player = f"agents.environment={environments}:{environment}"
+        records = play(task, tmp_path / name, *MULTI, player, SHORT, "data.max_response_length=64", *settings)
+        plain = [{key: value for key, value in r.items() if not key.startswith(ignored)} for r in records]
+        file = next((tmp_path / name / "checkpoints/step_2/huggingface").glob("*.safetensors"))
+        found[name] = plain, read_rollouts(tmp_path / name), file.read_bytes()
+    assert found["weightless"] == found["grpo"] and found["by turn"] == found["one turn"]
+
+
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Faults of a recording: name -> replacement of `Recording.finish`."""
@@ -384,7 +450,10 @@ def test_replies_of_slow_environments_are_interrupted_and_scored_exactly(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("apart", [[], ["placement.actor=0", "placement.reference=0", "placement.rollout=1"]])
+@pytest.mark.parametrize(
+    "apart",
+    [[], ["placement.actor=0", "placement.reference=0", "placement.rollout=1"], ["algorithm.adv_estimator=gigpo"]],
+)
 def test_a_killed_run_that_drains_its_episodes_is_the_same_bit_by_bit(
     task: Path, tmp_path: Path, environments: Path, vllm_imported: None, apart: list[str]
 ) -> None:

@@ -286,6 +286,51 @@ def test_group_reward_compares_the_responses_to_a_prompt(task: Path, tmp_path: P
     assert any(len({row["reward"] for row in group}) > 2 for group in groups.values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("episodes", [False, True])
+def test_group_rewards_of_samples_that_begin_ahead(
+    episodes: bool, task: Path, tmp_path: Path, vllm_imported: None
+) -> None:
+    """Beside a function in a worker, on two engines, of prompts that occur twice in a step, and in validation."""
+    (tmp_path / "reward.py").write_text(
+        "def rank(prompt, completions):\n    return [sorted(completions).index(text) for text in completions]\n"
+        "def length(data_source, solution_str, ground_truth, extra_info):\n    return float(len(solution_str))\n"
+        "def twice(prompts, epoch):\n    return [i // 2 for i in range(len(prompts))]\n"
+        "from megatron_rl.agents.environment import Done, Observation\n"
+        "class Game:\n    def reset(self, task):\n        return Observation([])\n"
+        "    def step(self, reply):\n        return Done()\n"
+    )
+    file = f"{tmp_path}/reward.py"
+    settings = [
+        "trainer.total_steps=3",
+        f"reward.components=[1.0 {file}:rank, 0.25 {file}:length]",
+        "reward.workers=1",
+        f"data.shuffle={file}:twice",
+        "rollout.dispatch=groups",
+        "rollout.validation_n=3",
+        "rollout.validation_temperature=1.0",
+        "schedule.max_staleness=1",
+        "schedule.steps_per_update=2",
+        "algorithm.importance_sampling=token-truncate",
+        "trainer.log_rollouts=-1",
+        *([f"agents.environment={file}:Game"] if episodes else []),
+    ]
+    run(2, overrides_for(task, tmp_path / "run", *settings), tmp_path / "run")
+    files = [(tmp_path / f"run/rollouts/step_{step}.jsonl", 4) for step in (1, 2, 3)]
+    files += [(file, 3) for file in sorted((tmp_path / "run/validation").rglob("step_*.jsonl"))]
+    assert len(files) == 5
+    for file, n in files:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        groups = [rows[i : i + n] for i in range(0, len(rows), n)]
+        for group in groups:
+            assert {row["prompt_id"] for row in group} == {group[0]["prompt_id"]}
+            assert [row["sample_index"] for row in group] == list(range(n))
+            texts = [row["response"] for row in group]
+            expected = [np.float64(sorted(texts).index(text)) + 0.25 * len(text) for text in texts]
+            assert [row["reward"] for row in group] == expected
+        assert n == 3 or len({group[0]["prompt_id"] for group in groups}) == len(groups) // 2
+
+
 def test_estimator_and_loss_of_the_users_own(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_imported: None
 ) -> None:

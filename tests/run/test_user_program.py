@@ -434,7 +434,7 @@ def test_a_first_step_without_a_signal_is_explained(
         Headers(rewards, group),
         metrics,
         lambda: [(one, {}) for one in shown],
-        build_reward_plan(RewardConfig(answer=answer), 8),
+        {"": build_reward_plan(RewardConfig(answer=answer), 8)},
     )
     if not said:
         assert text == ""
@@ -449,7 +449,7 @@ def test_episodes_without_room_for_a_reply_are_explained() -> None:
     """Then the rule has read nothing, and what it wants is not the reason; a truth that is not there is not shown."""
     metrics = {"reward/uninformative_groups": 1.0, "reward/unmarked_answers": 1.0, "agents/turns": 0.0}
     shown = [replace(make_rollout("", ""), reward=0.0)]
-    plan = build_reward_plan(RewardConfig(), 8)
+    plan = {"": build_reward_plan(RewardConfig(), 8)}
     text = explain_silence(Headers([0.0] * 4, 2), metrics, lambda: [(one, {}) for one in shown], plan)
     first, quote = text.splitlines()
     assert "no episode has a reply" in first and "Raise data.max_response_length" in first and "boxed" not in first

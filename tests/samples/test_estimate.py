@@ -25,7 +25,8 @@ from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from megatron_rl.config.algorithm import GdpoOptions
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.samples.batch import Packer, Packing, TrainBatch
+from megatron_rl.samples.batch import Packer, Packing, TrainBatch, number_prompts
+from megatron_rl.samples.branches import check_whole
 from megatron_rl.samples.experience import (
     Column,
     Experience,
@@ -39,7 +40,8 @@ from megatron_rl.samples.experience import (
     measure_kl,
     replicate,
 )
-from megatron_rl.types import FAILED, Branch, Rollout
+from megatron_rl.samples.microbatches import share_prompts
+from megatron_rl.types import FAILED, Branch, Rollout, UserError
 
 PROMPTS = [make_prompt(5), make_prompt(3)]
 WHOLE = [(0, make_rollout(PROMPTS[0], i, 4, reward, digits=1.0)) for i, reward in enumerate([1.0, 1.0, 1.0, 0.0])]
@@ -56,8 +58,10 @@ ESTIMATORS = ["grpo", "rloo", "dr_grpo", "opo", "gpg", "grpo_passk", "remax", "r
 ESTIMATORS += ["reinforce_plus_plus", "gae"]  # of which the latter's values are 0 here, and its lambda is 1
 
 
-def _pack(samples: Experience, rank: int = 0, world_size: int = 1) -> tuple[TrainBatch, Packing]:
-    """Pack the samples, with log-probs and values of 0."""
+def _pack(
+    samples: Experience, rank: int = 0, world_size: int = 1, *, by: str = "branch", share: str = "prompts"
+) -> tuple[TrainBatch, Packing]:
+    """Pack the samples, with log-probs and values of 0; by rollouts or trees, into microbatches of 40 tokens."""
     model = SimpleNamespace(
         layout=ParallelLayout(world_size),
         dp_rank=rank,
@@ -67,9 +71,10 @@ def _pack(samples: Experience, rank: int = 0, world_size: int = 1) -> tuple[Trai
         buckets=None,
     )
     plan = SimpleNamespace(rollouts_per_minibatch=6, max_response_length=8, longest_sequence=20)
-    packing = samples.pack(
-        Packer(model, ActorConfig(share_prompts=world_size == 1), plan, AlgorithmConfig(), torch.device("cpu"))
-    )
+    actor = ActorConfig(share_prompts=world_size == 1 and {"prompts": True, "tree": "tree"}[share])
+    if by == "rollout" or share == "tree":
+        actor = replace(actor, max_tokens_per_microbatch=40)
+    packing = samples.pack(Packer(model, actor, plan, AlgorithmConfig(ratio_by=by), torch.device("cpu")))
     zeros = torch.zeros_like(packing.batch.rollout_logprobs)
     return replace(packing.batch, old_logprobs=zeros, ref_logprobs=zeros, values=zeros), packing
 
@@ -212,19 +217,22 @@ WEIGHINGS = [
 WEIGHINGS.append(dict(importance_sampling="none", reject_sequence_above=0.5))
 
 
-def _weigh(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]]) -> list[tuple[dict[int, set[float]], dict]]:
-    """Weights of the tokens here, by rollout, and metrics, for each weighing."""
+def _weigh(
+    rank: int, world_size: int, rollouts: list[tuple[int, Rollout]], by: str = "rollout"
+) -> list[tuple[dict[int, set[float]], dict]]:
+    """Weights of the tokens here, by rollout (or branch), and metrics, for each weighing."""
     samples = replicate(rollouts, PROMPTS, dist.group.WORLD)
     batch, _ = _pack(samples, rank, world_size)
-    of_token = find_rollouts(samples.headers, batch).tolist()
+    rollout_of, ids = find_rollouts(samples.headers, batch).tolist(), batch.sequence_ids.tolist()
+    of_token = rollout_of if by == "rollout" else ids
     gaps = [
         GAPS[rollout][token] if in_loss else 0.0  # the tokens of each response are 0, 1, 2, ...
-        for rollout, token, in_loss in zip(of_token, batch.tokens.tolist(), batch.loss_mask.tolist(), strict=True)
+        for rollout, token, in_loss in zip(rollout_of, batch.tokens.tolist(), batch.loss_mask.tolist(), strict=True)
     ]
     batch = replace(batch, old_logprobs=batch.rollout_logprobs + torch.tensor(gaps))
     found = []
     for settings in WEIGHINGS:
-        algorithm = AlgorithmConfig(importance_low=0.9, importance_high=1.2, **settings)
+        algorithm = AlgorithmConfig(importance_low=0.9, importance_high=1.2, importance_by=by, **settings)
         weights, metrics = correct_mismatch(samples.headers, batch, algorithm, dist.group.WORLD)
         assert weights is not None
         by_rollout: dict[int, set[float]] = {}
@@ -251,10 +259,41 @@ def test_a_rollout_has_one_weight_and_is_rejected_whole(world_size: int) -> None
     assert whole[-1][0] == {0: {0.0}, 1: {1.0}, 2: {0.0}, 3: {1.0}, 4: {1.0}, 5: {0.0}}
 
 
-def _ratios(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]], name: str) -> list[list[float]]:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_by_branch_are_those_of_branches_that_are_rollouts(world_size: int) -> None:
+    """One of three tokens with gaps 0.3, 0.9 has exp(0.6), whatever the other branches of its rollout have."""
+    ranks = run_ranks(_weigh, world_size, CUT, "branch")
+    gaps = [[0.4], [-0.1], [0.3, 0.9], [0.1] * 4, [-0.6], [0.2, -0.1, 0.0], [0.0] * 4, [0.3, -0.2], [0.1]]
+    gaps.append([-0.4, 0.1, -0.3, -0.7])
+    weights = [x for found in ranks for x in found[0][0].items()]  # sequence-truncate, not normalized
+    assert {*dict(weights)} == {*range(10)}
+    for branch, values in weights:
+        assert [*values] == pytest.approx([min(math.exp(np.mean(gaps[branch])), 1.2)], rel=1e-6)
+    rejected = {branch for found in ranks for branch, values in found[-1][0].items() if values == {0.0}}
+    assert rejected == {2, 4, 9}, "a gap above 0.5"
+
+
+def test_weights_of_single_turns_are_the_same_by_rollout_and_by_branch() -> None:
+    (by_rollout,), (by_branch,) = run_ranks(_weigh, 1, WHOLE), run_ranks(_weigh, 1, WHOLE, "branch")
+    assert str(by_rollout) == str(by_branch)  # to the last digit; some metrics are NaN
+
+
+def _ratios(
+    rank: int,
+    world_size: int,
+    rollouts: list[tuple[int, Rollout]],
+    name: str,
+    by: str = "branch",
+    share: str = "prompts",
+) -> list[list[float]]:
     """Of each rollout, the losses of its tokens with an advantage of -1: the ratios."""
     samples = replicate(rollouts, PROMPTS, dist.group.WORLD)
-    batch, _ = _pack(samples)
+    batch, _ = _pack(samples, by=by, share=share)
+    if by == "rollout" and rollouts is CUT:
+        owners = find_rollouts(samples.headers, batch).tolist()
+        for part in batch.slices:
+            others = [{*owners[other.start : other.stop]} for other in batch.slices if other is not part]
+            assert not {*owners[part.start : part.stop]} & set().union(*others) - {len(rollouts)}
     of_token = find_rollouts(samples.headers, batch)
     gaps = torch.tensor([[*row, 0.0][:4] for row in GAPS] + [[0.0] * 4])[of_token, batch.tokens.clamp(max=3)]
     advantages = torch.where(batch.loss_mask, -1.0, 0.0)
@@ -275,7 +314,34 @@ def test_ratios_per_sequence_are_of_a_branch(name: str) -> None:
     np.testing.assert_allclose(whole[0], np.exp(means[1]), rtol=1e-6)
 
 
+@pytest.mark.parametrize("share", ["prompts", "tree"])
+@pytest.mark.parametrize("name", ["gspo", "geo_mean"])
+def test_ratios_by_rollout_are_those_of_one_branch(name: str, share: str) -> None:
+    """All branches of a rollout are in one microbatch; without forks both settings give the same bits."""
+    (whole,), (cut,) = run_ranks(_ratios, 1, WHOLE, name), run_ranks(_ratios, 1, CUT, name, "rollout", share)
+    for found, expected in zip(cut, whole, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert run_ranks(_ratios, 1, WHOLE, name, "rollout", "prompts") == [whole]
+
+
+def test_a_rollout_that_fits_into_no_microbatch_is_refused() -> None:
+    """Three branches of 8, 8 and 9 tokens, and prompts of 7 that are shared: 7 + 1 + 1 + 2 > 10."""
+
+    def on_rank(rank: int, world_size: int) -> None:
+        samples = replicate(CUT, PROMPTS, dist.group.WORLD)
+        with pytest.raises(UserError, match="prompt_id 5, sample 0 has 11 tokens in all its branches") as caught:
+            check_whole(
+                samples.headers.rows,
+                share_prompts(number_prompts(samples.headers), samples.headers["num_prompt_tokens"]),
+                10,
+            )
+        assert caught.value.source == "algorithm.ratio_by = rollout"
+
+    run_ranks(on_rank, 1)
+
+
 GROUPED = ("grpo", "rloo", "dr_grpo", "opo", "gpg", "grpo_passk", "gdpo", "optimal_token_baseline")
+GROUPED += ("gigpo", "grpo_turns")
 GROUPED += ("tir_optimal_token_baseline", "reinforce_plus_plus_baseline", "plugin")
 
 

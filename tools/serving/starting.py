@@ -157,7 +157,7 @@ def make_config(config: RunConfig, rows: list[str]) -> RunConfig:
     most = max(config.actor.max_tokens_per_microbatch, context + 1)
     made = RunConfig(
         model=config.model,
-        data=replace(config.data, train_files=rows, validation_files=[], train_batch_size=ranks),
+        data=replace(config.data, sources={}, train_files=rows, validation_files=[], train_batch_size=ranks),
         actor=replace(
             config.actor, ppo_mini_batch_size=ranks, overlap_grad_reduce=False, max_tokens_per_microbatch=most
         ),

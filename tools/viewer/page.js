@@ -130,7 +130,7 @@
     for (let i = 0; matches && i < total; i++) {
       if (ranges.every(({ column, low, high }) => column[i] !== null && column[i] >= low && column[i] <= high)
         && (!wantedRun || run[i] === Number(wantedRun)) && (!wantedFinish || finish[i] === wantedFinish)
-        && (!wantedPrompt || index.prompts[group[i]].id === wantedPrompt) && matches(i)) order.push(i);
+        && (!wantedPrompt || `${index.prompts[group[i]].id} `.startsWith(`${wantedPrompt} `)) && matches(i)) order.push(i);
     }
     if (filters.change.value) order = keepChanged(order, Number(filters.change.value));
     const [key, direction] = filters.sort.value.split(",");

@@ -184,6 +184,8 @@ class _Index:
     def add(self, run: int, step: int, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Add a rollout; return the details for its chunk."""
         prompt_id, tokens, texts = _text(row.get("prompt_id")), row.get("tokens"), row.get("token_texts")
+        if row.get("source"):  # a filter finds all prompts of a source by its name
+            prompt_id = f"{_text(row['source'])} {prompt_id}"
         prompt, number = _text(row.get("prompt")), len(self.columns["step"])
         group = self._groups.setdefault((step, prompt_id, prompt), len(self._groups))
         if group == len(self._prompts):

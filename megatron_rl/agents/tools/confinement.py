@@ -18,7 +18,7 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 _LIMITS = {"AS": 2 << 30, "FSIZE": 16 << 20, "NOFILE": 64, "CORE": 0}
@@ -47,16 +47,20 @@ _REFUSED = {
     "migrate_pages": (256, 238), "move_pages": (279, 239), "syslog": (103, 116), "process_mrelease": (448, 448),
 }  # fmt: skip
 _OF_ITSELF = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261), "sched_setaffinity": (203, 122)}
-_CLONE, _CLONE3, _CLONE_THREAD = (56, 220), (435, 435), 0x10000
+_OF_THE_KERNEL = ("io_uring_setup", "memfd_create", "memfd_secret", "shmget", "msgget", "mq_open", "mount", "unshare")
+_OF_THE_KERNEL += ("setns", "bpf", "perf_event_open", "keyctl", "add_key", "request_key", "userfaultfd", "syslog")
+_CLONE, _CLONE3, _CLONE_THREAD, _CLONE_NEW = (56, 220), (435, 435), 0x10000, 0x7E020000
 _AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in `struct seccomp_data`
-_ALLOW, _ERROR, _EPERM, _ENOSYS = 0x7FFF0000, 0x50000, 1, 38
+_ERROR, _EPERM, _ENOSYS = 0x50000, 1, 38
+_REFUSE, _PASS, _FIRST = (_RETURN, 0, 0, _ERROR | _EPERM), (_RETURN, 0, 0, 0x7FFF0000), (_LOAD, 0, 0, _FIRST_ARGUMENT)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def _call(function: Callable[..., int], *arguments: Any) -> int:
+def call(function: Callable[..., int], *arguments: Any) -> int:
+    """Call a function of libc (OSError)."""
     result = function(*(ctypes.c_long(one) if isinstance(one, int) else one for one in arguments))
     if result == -1:
         number = ctypes.get_errno()
@@ -64,7 +68,7 @@ def _call(function: Callable[..., int], *arguments: Any) -> int:
     return result
 
 
-def _limit(name: str, value: int) -> None:
+def limit(name: str, value: int) -> None:
     """Lower a resource limit to `value`; a limit that is already lower stays."""
     which = getattr(resource, f"RLIMIT_{name}")
     known = resource.getrlimit(which)[1]
@@ -78,62 +82,94 @@ def _enter_namespaces(directory: str) -> None:
     The user namespace permits the others without root.
     """
     identities = {"uid_map": f"{os.getuid()} {os.getuid()} 1", "gid_map": f"{os.getgid()} {os.getgid()} 1"}
-    _call(_LIBC.unshare, _NEW_USERS | _NEW_PIDS | _NEW_NETWORK | _NEW_IPC)
+    call(_LIBC.unshare, _NEW_USERS | _NEW_PIDS | _NEW_NETWORK | _NEW_IPC)
     for name, text in {"setgroups": "deny", **identities}.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-    _limit("NPROC", _MOST_THREADS)  # counted per user namespace
+    limit("NPROC", _MOST_THREADS)  # counted per user namespace
 
 
 def _enter_mounts(directory: str) -> None:
-    _call(_LIBC.unshare, _NEW_MOUNTS)
-    _call(_LIBC.mount, None, b"/", None, _MS_RECURSIVE | _MS_PRIVATE, None)
+    call(_LIBC.unshare, _NEW_MOUNTS)
+    call(_LIBC.mount, None, b"/", None, _MS_RECURSIVE | _MS_PRIVATE, None)
     read_only = struct.pack("QQQQ", _MS_READ_ONLY, 0, 0, 0)
-    _call(_LIBC.syscall, _SYS_MOUNT_SETATTR, -100, b"/", 0x8000, read_only, len(read_only))  # recursive
+    call(_LIBC.syscall, _SYS_MOUNT_SETATTR, -100, b"/", 0x8000, read_only, len(read_only))  # recursive
     flags = _MS_NO_SUID | _MS_NO_DEV
-    _call(_LIBC.mount, b"none", b"/proc", b"tmpfs", flags | _MS_READ_ONLY, None)
-    _call(_LIBC.mount, b"none", directory.encode(), b"tmpfs", flags, _ROOM)
+    call(_LIBC.mount, b"none", b"/proc", b"tmpfs", flags | _MS_READ_ONLY, None)
+    call(_LIBC.mount, b"none", directory.encode(), b"tmpfs", flags, _ROOM)
     os.chdir(directory)
 
 
-def _enter_landlock(directory: str) -> None:
-    version = _call(_LIBC.syscall, _SYS_LANDLOCK, None, 0, 1)
+def _enter_landlock(directory: str, read: int = _READ, not_here: int = _NOT_HERE) -> None:
+    version = call(_LIBC.syscall, _SYS_LANDLOCK, None, 0, 1)
     rights = (1 << _LANDLOCK_RIGHTS[min(version, 5) - 1]) - 1
     handled = struct.pack("QQQ", rights, 0b11, 0b11)[: 8 if version < 4 else 16 if version < 6 else 24]
-    ruleset = _call(_LIBC.syscall, _SYS_LANDLOCK, handled, len(handled), 0)
-    here = dict.fromkeys([*_READABLE, sys.prefix, sys.base_prefix], _READ)
-    for path, allowed in {**here, "/dev/null": _READ | 0b10, ".": rights & ~_NOT_HERE}.items():
+    ruleset = call(_LIBC.syscall, _SYS_LANDLOCK, handled, len(handled), 0)
+    here = dict.fromkeys([*_READABLE, sys.prefix, sys.base_prefix], read)
+    for path, allowed in {**here, "/dev/null": _READ | 0b10, ".": rights & ~not_here}.items():
         if os.path.exists(path):
             place = os.open(path, os.O_PATH)
             allowed &= rights if os.path.isdir(path) else rights & _OF_A_FILE
-            _call(_LIBC.syscall, _SYS_LANDLOCK + 1, ruleset, 1, struct.pack("=Qi", allowed, place), 0)
+            call(_LIBC.syscall, _SYS_LANDLOCK + 1, ruleset, 1, struct.pack("=Qi", allowed, place), 0)
             os.close(place)
-    _call(_LIBC.prctl, _PR_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    _call(_LIBC.syscall, _SYS_LANDLOCK + 2, ruleset, 0)
+    call(_LIBC.prctl, _PR_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    call(_LIBC.syscall, _SYS_LANDLOCK + 2, ruleset, 0)
     os.close(ruleset)
     if version < 6:
         raise OSError(0, f"Landlock {version} is there, without what 6 has (Linux 6.12): truncation, TCP, signals")
 
 
 def _enter_seccomp(directory: str) -> None:
+    which, program = _refuse_calls([*_REFUSED])
+    program += [(_IF_EQUAL, 0, 4, _CLONE[which]), _FIRST, (_IF_ANY_BIT, 1, 0, _CLONE_THREAD), _REFUSE, _PASS]
+    for name, numbers in _OF_ITSELF.items():
+        other = os.getpid() if "kill" in name else 0  # 0 means the process itself, or its group
+        program += [(_IF_EQUAL, 0, 5, numbers[which]), _FIRST, (_IF_EQUAL, 2, 0, os.getpid())]
+        program += [(_IF_EQUAL, 1, 0, other), _REFUSE, _PASS]
+    _filter_calls(program)
+
+
+def _refuse_calls(names: Collection[str]) -> tuple[int, list[tuple[int, int, int, int]]]:
+    """Return the column of this architecture in the tables of calls, and the start of a filter that refuses calls."""
     if os.uname().machine not in _AUDIT_ARCHITECTURES:
         raise OSError(0, f"no filter for {os.uname().machine}")
     which = [*_AUDIT_ARCHITECTURES].index(os.uname().machine)
-    refuse = (_RETURN, 0, 0, _ERROR | _EPERM)
-    program = [(_LOAD, 0, 0, _ARCHITECTURE), (_IF_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[os.uname().machine]), refuse]
-    program += [(_LOAD, 0, 0, _NUMBER), (_IF_AT_LEAST, 0, 1, 0x40000000), refuse]  # the x32 ABI of x86-64
-    for number in (numbers[which] for numbers in _REFUSED.values()):
-        program += [(_IF_EQUAL, 0, 1, number), refuse] if number is not None else []
+    program = [(_LOAD, 0, 0, _ARCHITECTURE), (_IF_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[os.uname().machine]), _REFUSE]
+    program += [(_LOAD, 0, 0, _NUMBER), (_IF_AT_LEAST, 0, 1, 0x40000000), _REFUSE]  # the x32 ABI of x86-64
+    for number in (_REFUSED[name][which] for name in names):
+        program += [(_IF_EQUAL, 0, 1, number), _REFUSE] if number is not None else []
     program += [(_IF_EQUAL, 0, 1, _CLONE3[which]), (_RETURN, 0, 0, _ERROR | _ENOSYS)]  # libc falls back to clone
-    load, allow = (_LOAD, 0, 0, _FIRST_ARGUMENT), (_RETURN, 0, 0, _ALLOW)
-    program += [(_IF_EQUAL, 0, 4, _CLONE[which]), load, (_IF_ANY_BIT, 1, 0, _CLONE_THREAD), refuse, allow]
-    for name, numbers in _OF_ITSELF.items():
-        other = os.getpid() if "kill" in name else 0  # 0 means the process itself, or its group
-        program += [(_IF_EQUAL, 0, 5, numbers[which]), load, (_IF_EQUAL, 2, 0, os.getpid())]
-        program += [(_IF_EQUAL, 1, 0, other), refuse, allow]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in [*program, allow]))
-    _call(_LIBC.prctl, _PR_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    _call(_LIBC.prctl, _PR_SECCOMP, 2, struct.pack("HP", len(program) + 1, ctypes.addressof(code)), 0, 0)
+    return which, program
+
+
+def _filter_calls(program: list[tuple[int, int, int, int]]) -> None:
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in [*program, _PASS]))
+    call(_LIBC.prctl, _PR_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    call(_LIBC.prctl, _PR_SECCOMP, 2, struct.pack("HP", len(program) + 1, ctypes.addressof(code)), 0, 0)
+
+
+def confine_shell(directory: str | None, has_sockets: bool) -> None:
+    """Confine this process and the programs that it will start: capabilities, namespaces, memory outside of processes.
+
+    Args:
+        directory: the current directory, outside of which nothing is written and only the system is read; `None` if
+            the root directory is the sandbox's own.
+        has_sockets: allow sockets, of Unix and of the Internet.
+    """
+    drop_capabilities()
+    if directory is not None:
+        _enter_landlock(directory, _READ | 1, _NOT_HERE & ~1)
+    families = (1, 2, 10, 16) if has_sockets else ()
+    which, program = _refuse_calls(_OF_THE_KERNEL)
+    program += [(_IF_EQUAL, 0, 4, _CLONE[which]), _FIRST, (_IF_ANY_BIT, 0, 1, _CLONE_NEW), _REFUSE, _PASS]
+    program += [(_IF_EQUAL, 0, len(families) + 2, _REFUSED["socket"][which]), _FIRST]
+    program += [(_IF_EQUAL, len(families) - i, 0, family) for i, family in enumerate(families)]
+    _filter_calls([*program, _REFUSE, _PASS])
+
+
+def drop_capabilities() -> None:
+    """Drop all capabilities: root keeps only its file ownership."""
+    call(_LIBC.capset, struct.pack("Ii", 0x20080522, 0), bytes(24))
 
 
 # Entered before the fork of the program's process, and inside it.
@@ -193,15 +229,15 @@ def main() -> None:
         return
     source, seconds = sys.stdin.read(), float(sys.argv[2])
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    _call(_LIBC.prctl, _PR_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    call(_LIBC.prctl, _PR_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if child := os.fork():
         _supervise(child, seconds)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    _call(_LIBC.prctl, _PR_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    _call(_LIBC.capset, struct.pack("Ii", 0x20080522, 0), bytes(24))  # drops all: root keeps only its file ownership
+    call(_LIBC.prctl, _PR_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    drop_capabilities()
     _enter(LAYERS_INSIDE, directory)
     for name, value in {"CPU": math.ceil(seconds), **_LIMITS}.items():
-        _limit(name, value)
+        limit(name, value)
     sys.excepthook = _show_error
     program = compile(source, "program.py", "exec")
     sys.argv[:] = ["program.py"]

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,8 +27,11 @@ from megatron_rl.data.rows import read_rows
 from megatron_rl.extension.user_code import import_file
 from megatron_rl.types import UserError
 
+if TYPE_CHECKING:
+    from megatron_rl.agents.sandbox import Sandbox
+
 SETTING = "agents.tools"
-_EXPECTED = "calculator, python, search:CORPUS.jsonl, mcp:COMMAND, or path.py:function"
+_EXPECTED = "calculator, python, bash, search:CORPUS.jsonl, mcp:COMMAND, or path.py:function"
 
 
 def find_tools(names: Sequence[str]) -> list[Tool]:
@@ -62,7 +65,9 @@ def _find(name: str) -> list[Tool]:
     if name == "calculator":
         return [Tool(TOOL, lambda: calculate)]
     if name == "python":
-        return [Tool(describe_function(run_python), lambda: run_python)]
+        return [Tool(describe_function(run_python), lambda: run_python, run_python_in)]
+    if name == "bash":
+        return [Tool(describe_function(bash), lambda: bash, run_in)]
     if kind == "search":
         return [find_search(rest)]
     if kind == "mcp":
@@ -114,6 +119,21 @@ def run_python(code: str) -> str:
         text += output.read(_LONGEST_OUTPUT)
     end = f"error: ended with code {process.returncode}" if process.returncode and not text else ""
     return text.decode(errors="replace") + end
+
+
+def run_python_in(sandbox: Sandbox, code: str) -> str:
+    """Run a Python program in a sandbox."""
+    return sandbox.run("python3 -", code.encode(), most_bytes=_LONGEST_OUTPUT).describe()
+
+
+def bash(command: str) -> str:
+    """Run a shell command. Files and programs in the background stay until the end."""
+    raise NotImplementedError  # only the tool's spec is taken from here
+
+
+def run_in(sandbox: Sandbox, command: str) -> str:
+    """Run a shell command in a sandbox."""
+    return sandbox.run(command, most_bytes=_LONGEST_OUTPUT).describe()
 
 
 _K1, _B = 1.2, 0.75

@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_rl.agents.environment import Done, Observation, Reply, Task, ToolCall
@@ -25,6 +26,7 @@ class Tool:
 
     spec: dict[str, Any]  # for the chat template, in OpenAI format
     load: Callable[[], Call]  # returns the function; called once, before episodes start
+    in_sandbox: Call | None = None  # replaces the function if the episode has a sandbox, its first argument
 
     @property
     def name(self) -> str:
@@ -35,11 +37,13 @@ class Tool:
 class ToolEnvironment:
     """An environment that returns each tool call's result or "error: ..."; a reply without calls ends the episode."""
 
-    def __init__(self, calls: Mapping[str, Call]) -> None:
-        self._calls = calls
+    def __init__(self, calls: Mapping[str, Call], in_sandbox: Mapping[str, Call] | None = None) -> None:
+        self._calls, self._in_sandbox = {**calls}, in_sandbox or {}
 
     def reset(self, task: Task) -> Observation:
         """Return an observation without messages."""
+        if task.sandbox is not None:
+            self._calls |= {name: partial(function, task.sandbox) for name, function in self._in_sandbox.items()}
         return Observation([])
 
     def step(self, reply: Reply) -> Observation | Done:

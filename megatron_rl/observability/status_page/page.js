@@ -135,7 +135,9 @@ function rank(entry) {
 
 function sample(row) {
   const title = row.label ? `${row.label}, reward ` : "reward ";
-  const card = make("article", {}, make("p", {}, title, make("b", {}, row.reward), `, finish ${row.finish_reason}`));
+  const parts = Object.entries(JSON.parse(row.reward_components || "{}")).map(([name, value]) => `${name} ${number(value)}`);
+  const card = make("article", {}, make("p", {}, title, make("b", {}, row.reward),
+    `${parts.length ? ` (${parts.join(", ")})` : ""}, finish ${row.finish_reason}`));
   for (const name of ["prompt", "response", "ground_truth"]) {
     if (name in row) card.append(make("h3", {}, name.replace("_", " ")), make("pre", {}, row[name]));
   }

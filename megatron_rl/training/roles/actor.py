@@ -198,6 +198,7 @@ class Actor(LanguageModel):
             microbatch.loss_mask,
             microbatch.sequence_ids,
             microbatch.chosen,
+            rollout_rows=microbatch.rollout_rows,
         )
         config = replace(settings, kl_coef=self._kl_coef)
         return compute_policy_loss(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.algorithm import DistillationConfig
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.prompts import choose_teachers
+from megatron_rl.data.chosen_order import choose_teachers
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.collectives import reduce_scalars, share_object, world
@@ -187,12 +187,21 @@ class RewardModelOnSamples(RoleOnSamples):
         return scores[np.append(samples.headers.first_of_rollout[1:], len(samples.headers)) - 1]
 
 
-def add_model_scores(source: SourceSpec, rewards: np.ndarray, scores: np.ndarray, titles: Sequence[str]) -> np.ndarray:
+def add_model_scores(
+    source: SourceSpec,
+    rewards: np.ndarray,
+    scores: np.ndarray,
+    titles: Sequence[str],
+    others: Mapping[str, np.ndarray] = {},
+    steps: int | np.ndarray = 0,
+) -> np.ndarray:
     """Add a reward model's weighted scores to rewards.
 
     Args:
         rewards, scores: [num_rollouts] float64.
         titles: names of the rollouts, for errors.
+        others: scores of the sources without a model, by name, for conditions.
+        steps: of each rollout, for weights that follow a schedule.
 
     Raises:
         UserError: a score is missing or not finite, or a sum is too large.
@@ -212,7 +221,8 @@ def add_model_scores(source: SourceSpec, rewards: np.ndarray, scores: np.ndarray
             expected="a finite score",
             hint="check the checkpoint with transformers",
         )
-    sums = rewards + source.weight * scores
+    counted, weights = source.weigh(scores, others, steps)
+    sums = rewards + weights * counted
     worst = int(np.abs(sums).argmax())
     if not abs(sums[worst]) <= LARGEST:
         raise refuse_reward(float(sums[worst]), titles[worst])
@@ -220,13 +230,22 @@ def add_model_scores(source: SourceSpec, rewards: np.ndarray, scores: np.ndarray
 
 
 def score_by_models(
-    models: Mapping[SourceSpec, Callable[[Experience], Sequence[float] | np.ndarray]], samples: Experience
+    models: Mapping[SourceSpec, Callable[[Experience], Sequence[float] | np.ndarray]],
+    samples: Experience,
+    steps: Sequence[int],
 ) -> Experience:
-    """Add the scores of reward models, equal on every rank, to the rewards of samples; collective."""
+    """Add the scores of reward models, equal on every rank, to the rewards of samples; collective.
+
+    Args:
+        steps: step of each prompt, for weights that follow a schedule.
+    """
     found = {source: np.asarray(score(samples), np.float64) for source, score in models.items()}
     for source, scores in found.items():
-        titles = samples.headers.rollouts.list_titles()
-        samples = samples.rescore(add_model_scores(source, samples.rewards, scores, titles), source.name, scores)
+        rollouts = samples.headers.rollouts
+        others = {name: rollouts.component(name) for name in rollouts.names}
+        when = np.array(steps)[rollouts["group"]]
+        rewards = add_model_scores(source, samples.rewards, scores, rollouts.list_titles(), others, when)
+        samples = samples.rescore(rewards, source.name, source.weigh(scores, others, when)[0])
     return samples
 
 
