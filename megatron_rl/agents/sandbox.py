@@ -242,7 +242,7 @@ def plan_container(config: SandboxConfig, name: str, owner: str, is_task: bool =
             size of each file is limited.
     """
     size = f"size={config.disk_mib}m,mode=1777"
-    closed = ["--read-only", "--cap-drop", "ALL", "--tmpfs", f"/work:exec,{size}", "--tmpfs", f"/tmp:exec,{size}"]
+    closed = ["--read-only", "--cap-drop", "ALL", "--tmpfs", f"/workspace:exec,{size}", "--tmpfs", f"/tmp:exec,{size}"]
     return [
         config.kind or "",
         *("run", "--interactive", "--rm", "--init", "--name", name, "--label", f"{_LABEL}={owner}"),
@@ -251,7 +251,7 @@ def plan_container(config: SandboxConfig, name: str, owner: str, is_task: bool =
         *("--pids-limit", str(config.processes + 2)),  # of the container itself
         *("--ulimit", f"fsize={config.disk_mib << 20}", "--ulimit", "core=0", "--ulimit", "nofile=1024"),
         *("--security-opt", "no-new-privileges"),
-        *([] if is_task else [*closed, "--workdir", "/work", "--env", "HOME=/work"]),
+        *([] if is_task else [*closed, "--workdir", "/workspace", "--env", "HOME=/workspace"]),
         *("--entrypoint", "sh", config.image or "", "-c", "echo up; exec cat >/dev/null"),
     ]
 
@@ -369,7 +369,7 @@ class Pool:
 
 
 def check_sandbox(config: SandboxConfig) -> list[str]:
-    """Start a sandbox, after those of killed runs are removed; return notes on its gaps (UserError)."""
+    """Remove the sandboxes of killed runs and start one; return notes on its gaps (UserError)."""
     notes, number = [], reap_sandboxes(config)
     if number:
         notes.append(f"agents.sandbox: removed {number} sandboxes of runs that were killed")

@@ -50,7 +50,7 @@ def compute_geo_mean_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
         s_i = exp(mean_t c_t)
         loss_t = -mean_t(A_t) sg[s_i] exp(c_t - sg[c_t])
 
-    With seq-mean-token-mean, this has the value and gradient of -A_i s_i. Sequences are those of `compute_gspo_loss`.
+    With seq-mean-token-mean, this has the value and gradient of -A_i s_i. Sequences: see `compute_gspo_loss`.
     """
     log_ratio, advantages = inputs.logprobs - inputs.old_logprobs, inputs.advantages
     bounded = log_ratio.clamp(-config.clip_eps_low, config.clip_eps_high)

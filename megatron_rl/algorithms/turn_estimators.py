@@ -27,7 +27,7 @@ class EpisodeTurns:
         rollouts: [n] index of each turn's rollout.
         numbers: [n] index of the turn in its rollout.
         groups: [n] index of the rollout's prompt.
-        rewards: [n] float64; those of a rollout add up to its score.
+        rewards: [n] float64; the rewards of a rollout add up to its score.
         states: [n] int64, see `Branch`.
         of_tokens: [t] int64 index of each of this rank's tokens; n where there is no turn.
     """

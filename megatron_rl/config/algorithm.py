@@ -60,7 +60,7 @@ class GrpoTurnsOptions:
     """The estimator grpo_turns."""
 
     baseline: Literal["turn", "group"] = option(
-        "turn", "Returns are compared with those of the group's episodes at the same turn, or at any turn."
+        "turn", "Baseline of a return: the mean of the group's returns at the same turn, or at any turn."
     )
 
 

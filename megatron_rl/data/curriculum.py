@@ -222,7 +222,7 @@ class DrawnPrompts(PromptBatches[Prompt]):
         self._sizes = [len(prompts)] if weights is None else file_sizes
         self._turns = [0] * len(self._sizes)  # prompts of each file that were drawn or passed over
         self._drawn: list[int] = []  # indices of the last drawn prompts
-        self._num_drawn = self._since = 0  # earlier positions are those of a run that had no curriculum
+        self._num_drawn = self._since = 0  # earlier positions come from a run without a curriculum
         self._indices = {prompt.prompt_id: index for index, prompt in enumerate(prompts)}
         self._counts = {"passed_over": 0, "unseen": 0, "filled": 0}
 
@@ -293,7 +293,7 @@ class DrawnPrompts(PromptBatches[Prompt]):
         """Restore `state_dict`; with that of an order without a curriculum, continue at its position.
 
         Raises:
-            UserError: the data set has another size, or the pass rates are those of other groups of prompts.
+            UserError: the data set has another size, or the pass rates belong to other groups of prompts.
         """
         own = state.get("curriculum")
         super().load_state_dict({name: value for name, value in state.items() if name != "curriculum"})
@@ -312,7 +312,7 @@ class DrawnPrompts(PromptBatches[Prompt]):
                     f"the checkpoint's pass rates are of data.curriculum.column = {own['column']}, with "
                     f"{', '.join(own['rates'])}; this run's of {column}, with {', '.join(rates)}",
                     source="data.curriculum",
-                    expected="those of the run that is resumed",
+                    expected="the settings of the run that is resumed",
                     hint="keep column, and levels or another kind",
                 )
             self._curriculum.load_state_dict(own["rates"])

@@ -320,7 +320,7 @@ def build_rollout_members(
     read, add_scores = inputs.stop.read if inputs.stop else inputs.tokenizer.decode, None
     models: dict[SourceSpec, Any] = {}
     plans = inputs.reward_plans
-    first = next(iter(plans.values()))  # reward models are those of all sources
+    first = next(iter(plans.values()))  # all sources share the reward models
     if first.models:
         from megatron_rl.training.roles.frozen import RewardModelOnSamples, score_all_rollouts, score_by_models
 

@@ -87,7 +87,7 @@ def test_files_and_programs_stay_until_the_end(start: Callable[..., LocalSandbox
     box = start()
     data = os.urandom(1 << 20)
     box.write("a b/it's/file", data)
-    assert box.read("a b/it's/file") == data == box.read("/work/a b/it's/file")
+    assert box.read("a b/it's/file") == data == box.read("/workspace/a b/it's/file")
     server = "python3 -m http.server 8000 --bind 127.0.0.1 >log 2>&1 &"
     get = "import urllib.request as r; print(len(r.urlopen('http://127.0.0.1:8000/a%20b/it%27s/file').read()))"
     assert box.run(f"{server} sleep 1").code == 0
@@ -325,8 +325,8 @@ def harbor(tmp_path: Path) -> Path:
     for name, text in {
         "instruction.md": "Write 42 into the file number.\n",
         "task.toml": "[verifier]\ntimeout_sec = 5.0\n",
-        "environment/Dockerfile": "FROM debian:12\nWORKDIR /work\n",
-        "tests/test.sh": 'echo tested; [ "$(cat /work/number)" = "$(cat /tests/data/right)" ]\n'
+        "environment/Dockerfile": "FROM debian:12\nWORKDIR /workspace\n",
+        "tests/test.sh": 'echo tested; [ "$(cat /workspace/number)" = "$(cat /tests/data/right)" ]\n'
         "echo $((1 - $?)) > /logs/verifier/reward.txt\n",
         "tests/data/right": "42\n",
     }.items():
@@ -417,11 +417,11 @@ def test_the_command_line_of_a_container() -> None:
         "--read-only": "--cap-drop",
         "--cap-drop": "ALL",
         "--tmpfs": "",
-        "--workdir": "/work",
-        "--env": "HOME=/work",
+        "--workdir": "/workspace",
+        "--env": "HOME=/workspace",
         "--entrypoint": "sh",
     }
-    assert {"fsize=104857600", "/work:exec,size=100m,mode=1777", "/tmp:exec,size=100m,mode=1777"} <= {*words}
+    assert {"fsize=104857600", "/workspace:exec,size=100m,mode=1777", "/tmp:exec,size=100m,mode=1777"} <= {*words}
 
 
 @pytest.mark.parametrize(
@@ -479,11 +479,11 @@ def test_a_container_of_docker() -> None:
     box = start_sandbox(config)
     assert isinstance(box, ContainerSandbox)
     box.write("file", b"\0\1")
-    assert box.read("/work/file") == b"\0\1" and box.run("exit 3").code == 3
+    assert box.read("/workspace/file") == b"\0\1" and box.run("exit 3").code == 3
     for command, pattern in {
         "sleep 9": "stopped after 2 seconds",
         "yes": "stopped at 8 MiB of output",
-        "cat /dev/zero > /work/zeros": "No space left",
+        "cat /dev/zero > /workspace/zeros": "No space left",
         "cat /dev/zero > /dev/shm/zeros": "exit code 153|File size limit",
         "echo x > /etc/x": "Read-only",
         "tail /dev/zero": "killed by a signal, or at 64 MiB of memory",

@@ -108,9 +108,9 @@ def _build_root(limits: dict[str, Any], user: int) -> None:
     call(_LIBC.mount, None, b"/", None, _MS_RECURSIVE | _MS_PRIVATE, None)
     size = f"size={limits['disk_mib']}m,nr_inodes={64 * limits['disk_mib'] + 1000},mode=755,uid={user},gid={user}"
     call(_LIBC.mount, b"none", root.encode(), b"tmpfs", _MS_NO_SUID | _MS_NO_DEV, size.encode())
-    for name in ("proc", "dev", "dev/shm", "etc", "tmp", "work", "old"):
+    for name in ("proc", "dev", "dev/shm", "etc", "tmp", "workspace", "old"):
         os.mkdir(f"{root}/{name}")
-        os.chmod(f"{root}/{name}", 0o1777 if name in ("dev/shm", "tmp", "work") else 0o755)
+        os.chmod(f"{root}/{name}", 0o1777 if name in ("dev/shm", "tmp", "workspace") else 0o755)
     for path in (*_SHOWN, *(_SHOWN_ONLINE if limits["network"] else ())):
         if os.path.islink(path) and path.count("/") == 1:  # /bin may be a link to usr/bin
             os.symlink(os.readlink(path), root + path)
@@ -158,7 +158,7 @@ def _enter(limits: dict[str, Any]) -> str:
     if is_root:
         _leave_root(user)
         _enter_namespaces(limits["network"])
-    os.chdir("/work")
+    os.chdir("/workspace")
     return ""
 
 
