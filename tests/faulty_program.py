@@ -76,9 +76,9 @@ def lose_a_logprob() -> None:
 def spoil_an_advantage() -> None:
     real, calls = Trainer.estimate, [0]
 
-    def estimate(self: Trainer, samples: Any) -> Any:
+    def estimate(self: Trainer, samples: Any, step: int) -> Any:
         calls[0] += 1
-        advantages, *others = real(self, samples)
+        advantages, *others = real(self, samples, step)
         if calls[0] == 2:
             advantages.values[advantages.packing.batch.sequence_ids == 5] = float("nan")
         return advantages, *others
