@@ -4,7 +4,8 @@
     python -P -m megatron_rl.agents.tools.cell FILE_DESCRIPTOR '{"memory_mib": 512, ...}'
 
 The first message on the socket maps missing layers to reasons; then each message is a command, and gets one answer, or
-a port of the loopback interface, and gets a socket that listens to it. At the end of the socket all processes end, and the files with them: they are in a tmpfs of the namespace.
+a port of the loopback interface, and gets a socket that listens to it. At the end of the connection all processes end,
+and the files with them: they are in a tmpfs of the namespace.
 """
 
 from __future__ import annotations
