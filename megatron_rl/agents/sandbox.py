@@ -294,7 +294,7 @@ def is_orphaned(owner: str) -> bool:
 
 
 def reap_sandboxes(config: SandboxConfig) -> int:
-    """Remove what killed runs have left on this machine, and return the number of these sandboxes."""
+    """Remove what killed runs have left on this machine, and return the number of these sandboxes (OSError)."""
     left = [path for path in Path("/tmp").glob(f"{Path(cell.DIRECTORY).name}*") if not _is_alive(path)]
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
@@ -302,8 +302,10 @@ def reap_sandboxes(config: SandboxConfig) -> int:
     if _is_container(config):
         form = '{{.Names}} {{.Label "' + _LABEL + '"}}'
         words = [config.kind or "", "ps", "--all", "--filter", f"label={_LABEL}", "--format", form]
-        said = subprocess.run(words, capture_output=True, text=True, check=False).stdout
-        names = [line.split()[0] for line in said.splitlines() if is_orphaned(line.partition(" ")[2])]
+        said = subprocess.run(words, capture_output=True, text=True, check=False)
+        if said.returncode:
+            raise OSError(said.stderr.strip())
+        names = [line.split()[0] for line in said.stdout.splitlines() if is_orphaned(line.partition(" ")[2])]
     if names:
         subprocess.run([config.kind or "", "rm", "--force", *names], capture_output=True, check=False)
     return len(left) + len(names)
@@ -383,13 +385,14 @@ class Pool:
 
 def check_sandbox(config: SandboxConfig) -> list[str]:
     """Remove the sandboxes of killed runs and start one; return notes on its gaps (UserError)."""
-    notes, number = [], reap_sandboxes(config)
-    if number:
-        notes.append(f"agents.sandbox: removed {number} sandboxes of runs that were killed")
     try:
+        number = reap_sandboxes(config)
         box = start_sandbox(config)
     except OSError as error:
         raise _refuse(config, str(error)) from error
+    notes = [f"agents.sandbox: removed {number} sandboxes of runs that were killed"] if number else []
+    if _is_container(config) and config.image is None:  # each task names its own
+        return notes
     result = box.run("echo $((6 * 7))")
     missing = box.find_missing() if isinstance(box, LocalSandbox) and not result.why else {}
     box.close()

@@ -491,6 +491,12 @@ def test_a_command_in_a_container_cannot_become_an_option() -> None:
     ]
 
 
+def test_a_program_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="no sandbox starts: .*No such file or directory: 'podman'"):
+        check_sandbox(SandboxConfig(kind="podman"))
+
+
 def test_owners_of_containers() -> None:
     from megatron_rl.agents.sandbox import _describe_owner
 
@@ -511,7 +517,7 @@ IMAGE = os.environ.get("DOCKER_IMAGE")
 def test_a_container_of_docker() -> None:
     """Limits, files, a kill of the client, and the removal of a container whose run is gone."""
     config = SandboxConfig(kind="docker", image=IMAGE, seconds=2.0, memory_mib=64, processes=16, disk_mib=8)
-    assert check_sandbox(config) == []
+    assert check_sandbox(config) == [] == check_sandbox(replace(config, image=None)), "tasks may name their images"
     box = start_sandbox(config)
     assert isinstance(box, ContainerSandbox)
     box.write("file", b"\0\1")
