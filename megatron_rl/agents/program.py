@@ -107,7 +107,10 @@ def run_program(connection: Connection, program: Program, setup: Setup, tokenize
     base_url = f"{server.url}/v1"
     os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": server.token}
     os.environ |= {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_API_KEY": server.token}
+    box = opening.task.sandbox
     try:
+        if box is not None and (listener := box.listen(server.server_address[1])) is not None:
+            server.serve_on(listener)  # a program in the sandbox has the endpoint at the same address
         result = program(opening.task, base_url)
         if inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
@@ -146,6 +149,8 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) 
         from megatron_rl.agents.sandbox import check_sandbox
 
         notes += check_sandbox(agents.sandbox)
+        if program is not None and agents.sandbox.kind != "local" and not agents.sandbox.network:
+            notes += ["agents.sandbox.network = false: a program in a container does not reach its endpoint"]
     options = config.data.apply_chat_template_kwargs
     if list_tools(agents):
         if any(prompt.messages is None for prompt in prompts.prompts):

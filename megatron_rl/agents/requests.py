@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -247,6 +248,15 @@ class EndpointServer(ThreadingHTTPServer):
         self.list_models, self.answer, self.token = list_models, answer, secrets.token_urlsafe(16)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def serve_on(self, listener: socket.socket) -> None:
+        """Serve requests from another listening socket, too."""
+
+        def accept() -> None:
+            while True:
+                self.process_request(*listener.accept())
+
+        threading.Thread(target=accept, daemon=True).start()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -100,6 +100,10 @@ class Sandbox:
             raise OSError(f"{path} in the sandbox: more than {_LARGEST_FILE} bytes")
         return result.output
 
+    def listen(self, port: int) -> socket.socket | None:
+        """Return a socket that listens to a port of the sandbox's own loopback interface, if it can."""
+        return None
+
     def forget(self) -> None:
         """Close this process's end of a sandbox that belongs to another fork."""
 
@@ -158,6 +162,15 @@ class LocalSandbox(Sandbox):
                 self.forget()  # an answer that comes later is another command's
                 raise
         return Result(output, head["code"], head["why"])
+
+    def listen(self, port: int) -> socket.socket | None:
+        """Return the socket, or `None` if the loopback interface is the machine's (EOFError, OSError)."""
+        if self.find_missing() or self.config.network:
+            return None
+        with self._lock:
+            cell.send(self._connection, {"port": port})
+            found = socket.recv_fds(self._connection, 1, 1)[1]
+        return socket.socket(fileno=found[0])
 
     def forget(self) -> None:
         """Close this process's end."""
@@ -281,7 +294,7 @@ def is_orphaned(owner: str) -> bool:
 
 
 def reap_sandboxes(config: SandboxConfig) -> int:
-    """Remove what killed runs have left on this machine, and return the number of these sandboxes."""
+    """Remove what killed runs have left on this machine, and return the number of these sandboxes (OSError)."""
     left = [path for path in Path("/tmp").glob(f"{Path(cell.DIRECTORY).name}*") if not _is_alive(path)]
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
@@ -289,8 +302,10 @@ def reap_sandboxes(config: SandboxConfig) -> int:
     if _is_container(config):
         form = '{{.Names}} {{.Label "' + _LABEL + '"}}'
         words = [config.kind or "", "ps", "--all", "--filter", f"label={_LABEL}", "--format", form]
-        said = subprocess.run(words, capture_output=True, text=True, check=False).stdout
-        names = [line.split()[0] for line in said.splitlines() if is_orphaned(line.partition(" ")[2])]
+        said = subprocess.run(words, capture_output=True, text=True, check=False)
+        if said.returncode:
+            raise OSError(said.stderr.strip())
+        names = [line.split()[0] for line in said.stdout.splitlines() if is_orphaned(line.partition(" ")[2])]
     if names:
         subprocess.run([config.kind or "", "rm", "--force", *names], capture_output=True, check=False)
     return len(left) + len(names)
@@ -370,13 +385,14 @@ class Pool:
 
 def check_sandbox(config: SandboxConfig) -> list[str]:
     """Remove the sandboxes of killed runs and start one; return notes on its gaps (UserError)."""
-    notes, number = [], reap_sandboxes(config)
-    if number:
-        notes.append(f"agents.sandbox: removed {number} sandboxes of runs that were killed")
     try:
+        number = reap_sandboxes(config)
         box = start_sandbox(config)
     except OSError as error:
         raise _refuse(config, str(error)) from error
+    notes = [f"agents.sandbox: removed {number} sandboxes of runs that were killed"] if number else []
+    if _is_container(config) and config.image is None:  # each task names its own
+        return notes
     result = box.run("echo $((6 * 7))")
     missing = box.find_missing() if isinstance(box, LocalSandbox) and not result.why else {}
     box.close()

@@ -241,24 +241,29 @@ class DrawnPrompts(PromptBatches[Prompt]):
         first, chances = self._num_drawn, compute_chances(self._curriculum)
         rng, unseen = np.random.default_rng([self._seed, first, 0, 1]), self._curriculum.tries == 0
         left: list[list[int]] = [[] for _ in self._sizes]  # passed over in this batch, by file
-        spent: set[int] = set()  # files all of whose prompts were passed over
+        ends, spent = [0] * len(left), set[int]()  # turns after two epochs of a file; files that have come to the end
         self._num_drawn = (first // self._batch_size + 1) * self._batch_size
         for position in range(first, self._num_drawn):
             file = self._turn(position)[0]
-            if file not in spent or not left[file]:
-                self._walk(file, chances, rng, left[file], spent)
+            if not left[file] and self._turns[file] >= ends[file]:  # nothing could fill the batch: two further epochs
+                ends[file] = self._turns[file] + 2 * self._sizes[file]
+                spent.discard(file)
+            if file not in spent:
+                self._walk(file, chances, rng, left[file], ends[file], spent)
             self._counts["filled"] += int(file in spent)
             self._drawn.append(left[file].pop())
             self._counts["unseen"] += int(unseen[self._drawn[-1]])
         self._counts["passed_over"] += sum(len({*indices}) for indices in left)
         del self._drawn[:-_HISTORY]
 
-    def _walk(self, file: int, chances: np.ndarray, rng: np.random.Generator, left: list[int], spent: set[int]) -> None:
+    def _walk(
+        self, file: int, chances: np.ndarray, rng: np.random.Generator, left: list[int], end: int, spent: set[int]
+    ) -> None:
         """Append the prompts of a file to `left`, up to the next that does not lose its chance.
 
-        If two epochs have none, the file is spent: `left` then ends with the likeliest, each prompt once.
+        If none is left before `end`, the file is spent: `left` then ends with the likeliest, each prompt once.
         """
-        for _ in range(2 * self._sizes[file]):
+        while self._turns[file] < end:
             left.append(self._locate(file, self._turns[file]))
             self._turns[file] += 1
             if chances[left[-1]] >= 1 or rng.random() < chances[left[-1]]:

@@ -403,7 +403,7 @@ ROWS: tuple[Metric, ...] = (
     Metric("reward/mean", "mean over the rollouts of the step, without those whose episode or reward service failed",
            console="reward {:.4f}", chart="reward"),
     Metric("reward/<data_source>/mean", "mean reward of each data source, if a step has several"),
-    Metric("reward/weight/<source>", "weight of a source that follows a schedule"),
+    Metric("reward/weight/<source>", "weight of a reward source that follows a schedule"),
     Metric("reward/<component>", "mean of a component: a source (after its thresholds), or a key that a reward "
            "function returns", console="{component} {:.4g}", chart="reward components", alarm="components"),
     Metric("reward/overlong", "mean of the soft overlong penalty", console="overlong {:.4g}",

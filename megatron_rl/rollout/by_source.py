@@ -15,7 +15,7 @@ import numpy as np
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import SamplingConfig
 from megatron_rl.rewards.plan import open_scorer
-from megatron_rl.rewards.scoring import RewardPlan
+from megatron_rl.rewards.scoring import RESERVED, RewardPlan
 from megatron_rl.samples.experience import describe_rollouts
 from megatron_rl.samples.table import Headers
 from megatron_rl.types import Prompt, Rollout, UserError
@@ -79,18 +79,29 @@ class MixedScorer:
             scorer.close()
 
 
-def describe_mixture(headers: Headers, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Compute the metrics `sources/<source>/...` of a step, if its prompts have more than one source.
+def describe_mixture(
+    headers: Headers, prompts: Sequence[Prompt], plans: Mapping[str, RewardPlan], step: int
+) -> dict[str, float]:
+    """Compute the metrics of a step that depend on sources: `sources/<source>/...`, components and weights.
 
-    A component is averaged over the source's rollouts, and left out if none of them reports it.
+    A component is averaged over the rollouts of the sources that report it, and not over all as in `describe_rollouts`.
+    Weights that follow schedules are named by source if sources have rewards of their own.
+
+    Args:
+        plans: by source.
     """
     sources = np.array([prompt.source for prompt in prompts])
     names, metrics = sorted({*sources.tolist()}), dict[str, float]()
+    is_shared = len({*map(id, plans.values())}) == 1
+    for name, plan in plans.items():
+        weights = plan.describe_weights(step)
+        metrics |= weights if is_shared else {f"sources/{name}/{key}": weight for key, weight in weights.items()}
+    reported = dict[str, list[np.ndarray]]()  # values of each component, by source
     for name in names if len(names) > 1 else ():
         part, _ = headers.select_groups(np.flatnonzero(sources == name).tolist())
         known = [not np.isnan(column).all() for column in part.components.T]
-        reported = tuple(one for one, is_known in zip(part.names, known, strict=True) if is_known)
-        found = describe_rollouts(Headers(part.rows, reported, part.components[:, known]))
+        own = tuple(one for one, is_known in zip(part.names, known, strict=True) if is_known)
+        found = describe_rollouts(Headers(part.rows, own, part.components[:, known]))
         metrics |= {
             f"sources/{name}/prompts": len(part.group_sizes),
             f"sources/{name}/reward": found.pop("reward/mean"),
@@ -99,4 +110,9 @@ def describe_mixture(headers: Headers, prompts: Sequence[Prompt]) -> dict[str, f
             f"sources/{name}/failed": float(part.rollouts.has_failed.mean()),
         }
         metrics |= {f"sources/{name}/{key}": value for key, value in found.items() if key.startswith("reward/")}
-    return metrics
+        rollouts = part.rollouts
+        for one in own:
+            if one not in RESERVED:
+                reported.setdefault(one, []).append(np.nan_to_num(rollouts.component(one))[rollouts.has_reward])
+    whole = {name: np.concatenate(values) for name, values in reported.items()}
+    return metrics | {f"reward/{name}": float(values.mean()) for name, values in whole.items() if len(values)}

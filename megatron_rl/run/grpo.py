@@ -196,8 +196,12 @@ class Trainer:
         headers = samples.headers
         reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
         found = describe_rollouts(headers) | samples.metrics
-        for plan in self.inputs.reward_plans.values():
-            found |= plan.describe_weights(step)
+        if self.config.data.sources:
+            from megatron_rl.rollout.by_source import describe_mixture
+
+            found |= describe_mixture(headers, samples.prompts, self.inputs.reward_plans, step)
+        else:
+            found |= self.inputs.reward_plans[""].describe_weights(step)
         self.run.count(found | samples.pack(self.policy.packer).metrics)
         if step == 1:
             from megatron_rl.rewards.silence import explain_silence
@@ -208,10 +212,6 @@ class Trainer:
                 step, "no-signal", explain_silence(headers.rollouts, found, fetch, self.inputs.reward_plans)
             )
         self.run.count(describe_sources(headers, [prompt.data_source for prompt in samples.prompts]))
-        if self.config.data.sources:
-            from megatron_rl.rollout.by_source import describe_mixture
-
-            self.run.count(describe_mixture(headers, samples.prompts))
         self.run.count(self.policy.describe_reshard() | samples.measure_bytes())
         batch = self.policy.read(samples, "old_logprobs", "advantages", "values", "update_logprobs", "update_entropy")
         columns = {

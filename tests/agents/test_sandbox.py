@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -40,6 +41,7 @@ from megatron_rl.agents.sandbox import (
 )
 from megatron_rl.agents.tools import cell
 from megatron_rl.config.sections import SandboxConfig
+from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.types import Prompt, UserError
 from tools.make_toy_task import train_tokenizer
 from tools.serve_sandboxes import SandboxServer
@@ -243,6 +245,40 @@ def test_each_episode_has_a_sandbox_of_its_own_and_the_pool_stays_warm(setup: Se
     assert [answer.reward for answer in answers] == [1.0, 1.0, 1.0]  # no file of an earlier episode
     assert len({answer.components["user"] for answer in answers}) == (3 if os.getuid() == 0 else 1)
     await_end(2)  # of a warm sandbox
+    processes.close_all()
+    assert not cells()
+
+
+PROGRAM = """
+import os
+from megatron_rl.agents.environment import Done
+
+def agent(task, base_url):
+    code = "import json, sys, urllib.request as r\\n"
+    code += "body = json.dumps({'model': 'policy', 'prompt': '12'}).encode()\\n"
+    code += "head = {'Authorization': f'Bearer {sys.argv[2]}', 'Content-Type': 'application/json'}\\n"
+    code += "found = r.urlopen(r.Request(sys.argv[1] + '/completions', body, head), timeout=9)\\n"
+    code += "print(json.loads(found.read())['choices'][0]['text'])\\n"
+    task.sandbox.write("agent.py", code.encode())
+    found = task.sandbox.run(f"python3 agent.py {base_url} {os.environ['OPENAI_API_KEY']}").describe()
+    others = task.sandbox.run("python3 agent.py http://127.0.0.1:" + task.row["kind"] + " key").describe()
+    if "refused" not in others:
+        raise ValueError(others)
+    return Done(1.0, {"said": int(found)})
+"""
+
+
+def test_a_program_in_a_sandbox_without_network_reaches_its_endpoint_and_nothing_else(
+    setup: Setup, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    limits = replace(CONFIG, memory_mib=256, disk_mib=16)
+    setup = replace(setup, environment=None, program=f"{tmp_path}/program.py:agent", sandbox=limits)
+    processes = EpisodeProcesses(setup, 60.0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        answer = play(processes, f"{other.getsockname()[1]}")
+    said = int(load_tokenizer(Path(setup.tokenizer)).decode([4, 5, 6]))
+    assert answer.failure == "" and answer.components == {"said": said}
     processes.close_all()
     assert not cells()
 
@@ -455,6 +491,12 @@ def test_a_command_in_a_container_cannot_become_an_option() -> None:
     ]
 
 
+def test_a_program_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="no sandbox starts: .*No such file or directory: 'podman'"):
+        check_sandbox(SandboxConfig(kind="podman"))
+
+
 def test_owners_of_containers() -> None:
     from megatron_rl.agents.sandbox import _describe_owner
 
@@ -475,7 +517,7 @@ IMAGE = os.environ.get("DOCKER_IMAGE")
 def test_a_container_of_docker() -> None:
     """Limits, files, a kill of the client, and the removal of a container whose run is gone."""
     config = SandboxConfig(kind="docker", image=IMAGE, seconds=2.0, memory_mib=64, processes=16, disk_mib=8)
-    assert check_sandbox(config) == []
+    assert check_sandbox(config) == [] == check_sandbox(replace(config, image=None)), "tasks may name their images"
     box = start_sandbox(config)
     assert isinstance(box, ContainerSandbox)
     box.write("file", b"\0\1")
@@ -489,7 +531,7 @@ def test_a_container_of_docker() -> None:
         "tail /dev/zero": "killed by a signal, or at 64 MiB of memory",
         "nc -w 1 1.1.1.1 80": "unreachable",
         "for i in $(seq 30); do sleep 3 & done": "fork",
-        "kill -9 -1": "killed by a signal",
+        "kill -9 -1": "killed by a signal|^$",  # busybox's timeout has become the shell, which is not killed
     }.items():
         found = box.run(command).describe()
         assert re.search(pattern, found), (command, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.fields import dump_yaml
+from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.prompts import PromptBatches, PromptSet
 from megatron_rl.rewards.plan import build_reward_plan
 from megatron_rl.rollout.by_source import MixedScorer, describe_mixture
@@ -176,7 +178,7 @@ def test_each_source_has_its_reward_and_its_metrics(recipe: Path) -> None:
     scored = scorer.finish(rollouts)
     assert [(one.response, one.reward) for one in scored] == [("2", 1.0), ("#### 7", 1.0), ("#### 7", 0.0), ("2", 0.0)]
     headers = build_headers(enumerate(scored), holder=0)
-    found = describe_mixture(headers, [one.prompt for one in scored])
+    found = describe_mixture(headers, [one.prompt for one in scored], plans, 1)
     assert {name: value for name, value in found.items() if name.count("/") == 2 and "calls" in name} == {
         "sources/calls/prompts": 2,
         "sources/calls/reward": 0.5,
@@ -186,7 +188,23 @@ def test_each_source_has_its_reward_and_its_metrics(recipe: Path) -> None:
     }
     assert found["sources/sums/reward"] == 1.0 and found["sources/asked/reward"] == 0.0
     part, _ = headers.select_groups([0, 2])
-    assert describe_mixture(part, [scored[0].prompt, scored[2].prompt]) == {}, "one source is the run itself"
+    assert describe_mixture(part, [scored[0].prompt, scored[2].prompt], plans, 1) == {}, "one source is the run itself"
+
+
+def test_components_and_weights_belong_to_the_sources_that_have_them() -> None:
+    """A mean does not count sources without the component; equal names of scheduled terms stay apart."""
+    scored = [make_rollout(source, "2") for source in ("sums", "sums", "calls", "asked")]
+    given = {"digits": 4.0}, {}, {"digits": 1.0, "service_failures": 1.0}, {"turns": 2.0}
+    scored = [replace(one, reward=1.0, reward_components=parts) for one, parts in zip(scored, given, strict=True)]
+    terms = {"sums": "1@0,3@2 format", "calls": "0@0,1@2 format", "asked": "1.0 exact"}
+    plans = {name: build_reward_plan(RewardConfig(components=[term]), 64) for name, term in terms.items()}
+    headers, prompts = build_headers(enumerate(scored), holder=0), [one.prompt for one in scored]
+    found = describe_mixture(headers, prompts, plans, 1)
+    own = {"reward/digits": 2.0, "reward/turns": 2.0}  # of two with a reward, one of which does not report it, and one
+    own |= {"sources/sums/reward/weight/format": 2.0, "sources/calls/reward/weight/format": 0.5}
+    assert {name: x for name, x in found.items() if name in own or not name.startswith("sources/")} == own
+    shared = describe_mixture(headers, prompts, dict.fromkeys(terms, plans["sums"]), 1)
+    assert shared["reward/weight/format"] == 2.0 and not any(name.endswith("s/reward/weight/format") for name in shared)
 
 
 def test_the_toy_recipe_is_what_the_page_shows() -> None:

@@ -134,6 +134,17 @@ def test_the_likeliest_fill_a_batch():
     assert 30 < stream.describe()["curriculum/filled"] < 50
 
 
+def test_two_epochs_for_a_whole_batch():
+    """The only prompt in the window is drawn in both, and the others fill the batch; each costs no epoch of its own."""
+    prompts = make_prompts(10)
+    stream = draw(prompts, 8, kind="window", explore=0.0)
+    tell(stream, prompts, {6: 0.5})
+    found = [p.prompt_id for p in next(stream)]
+    assert found[:2] == [6, 6] and len({*found}) == 7 and 6 not in found[2:]
+    assert stream._turns == [20]
+    assert stream.describe()["curriculum/filled"] == 6
+
+
 def test_explored_prompts_have_their_share():
     """Outside of the window 400 of 2000 passes are drawn, up to four standard deviations."""
     prompts = make_prompts(10)

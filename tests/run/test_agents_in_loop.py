@@ -210,6 +210,33 @@ def test_gigpo_compares_the_turns_that_answer_the_same(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["gigpo", "grpo_turns"])
+def test_credit_for_turns_in_layouts_is_that_of_one_rank(
+    task: Path, tmp_path: Path, environments: Path, vllm_imported: None, estimator: str
+) -> None:
+    """Of the same episodes: advantages of all tokens, and the first update, with TP2 and with CP2."""
+    settings = [
+        *MULTI,
+        f"agents.environment={environments}:Echo",
+        SHORT,
+        *GIGPO,
+        f"algorithm.adv_estimator={estimator}",
+    ]
+    settings += ["trainer.total_steps=1"]
+    (one,) = play(task, tmp_path / "one", *settings, world_size=1)
+    expected = read_rollouts(tmp_path / "one")
+    assert len({*(x for row in expected for x in row["advantages"])}) > 8
+    for name, layout in {"tp": layout_overrides(2, 1, 1), "cp": ["actor.context_parallel_size=2"]}.items():
+        (record,) = play(task, tmp_path / name, *settings, *layout)
+        rows = read_rollouts(tmp_path / name)
+        assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected]
+        for row, other in zip(rows, expected, strict=True):
+            np.testing.assert_allclose(row["advantages"], other["advantages"], rtol=1e-6, atol=1e-6)
+        for key in ("policy/grad_norm", "policy/loss", "reward/mean"):
+            assert record[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.slow
 def test_gigpo_of_weight_0_and_of_one_turn_per_episode_are_grpo_bit_for_bit(
     task: Path, tmp_path: Path, environments: Path, vllm_imported: None
 ) -> None:

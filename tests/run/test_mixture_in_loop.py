@@ -88,14 +88,16 @@ def overrides_of_three(chats: Path, run: Path, *extra: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(("staleness", "kind"), [(0, "off"), (1, "off"), (0, "window")])
 def test_three_kinds_of_prompts_share_every_step_and_resume_bitwise(
-    chats: Path, tmp_path: Path, vllm_imported: None, staleness: int
+    chats: Path, tmp_path: Path, vllm_imported: None, staleness: int, kind: str
 ) -> None:
+    """Also where a curriculum draws the prompts of each source."""
+    settings = [f"data.curriculum.kind={kind}", "data.curriculum.explore=0"]
     extra = [f"schedule.max_staleness={staleness}", "schedule.updates=drain"] if staleness else []
     extra += ["algorithm.importance_sampling=token-truncate"] if staleness else []
     for run, steps in (("whole", 3), ("parts", 1), ("parts", 3)):
-        command = overrides_of_three(chats, tmp_path / run, f"trainer.total_steps={steps}", *extra)
+        command = overrides_of_three(chats, tmp_path / run, f"trainer.total_steps={steps}", *settings, *extra)
         assert run_ranks(train, 2, command) == [None, None]
     whole, parts = read_records(tmp_path / "whole"), read_records(tmp_path / "parts")
     for record in whole[1:]:
@@ -103,6 +105,7 @@ def test_three_kinds_of_prompts_share_every_step_and_resume_bitwise(
         assert record["agents/failed"] == 0.0 and record["sources/rule/response_tokens"] <= 6
         assert record["sources/asked/reward/letters"] > 0 and record["agents/turns"] >= 1
     assert {key.split("/")[1] for key in whole[0] if key.startswith("validation/")} == {"rule", "tools"}
+    assert kind == "off" or sum(record["curriculum/passed_over"] for record in whole[1:]) > 0
     rows = [json.loads(line) for line in (tmp_path / "whole/rollouts/step_2.jsonl").read_text().splitlines()]
     assert {row["source"] for row in rows} == {"rule", "tools", "asked"}
     assert all(("Hi." in row["prompt"]) == (row["source"] == "tools") == ("calculate" in row["prompt"]) for row in rows)

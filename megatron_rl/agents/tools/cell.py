@@ -3,8 +3,9 @@
 
     python -P -m megatron_rl.agents.tools.cell FILE_DESCRIPTOR '{"memory_mib": 512, ...}'
 
-The first message on the socket maps missing layers to reasons; then each message is a command, and gets one answer. At
-the end of the socket all processes end, and the files with them: they are in a tmpfs of the namespace.
+The first message on the socket maps missing layers to reasons; then each message is a command, and gets one answer, or
+a port of the loopback interface, and gets a socket that listens to it. At the end of the connection all processes end,
+and the files with them: they are in a tmpfs of the namespace.
 """
 
 from __future__ import annotations
@@ -191,7 +192,11 @@ class Cell:
                 if self._find_excess_memory():
                     self.kill_all()
             head, body = receive(self._connection)
-            send(self._connection, *self._run(head, body))
+            if "port" in head:
+                with socket.create_server(("127.0.0.1", head["port"])) as listener:
+                    socket.send_fds(self._connection, [b"!"], [listener.fileno()])
+            else:
+                send(self._connection, *self._run(head, body))
 
     def _run(self, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         source, sink = os.pipe()
