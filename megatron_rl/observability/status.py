@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The status page of a run: a small read-only web server on rank 0, in threads of its own.
 
-It serves one self-contained page, which polls `status.json`; no request can name a file. A Host header must be an own
+It serves one self-contained page, which polls `status.json`; no request can name a file on disk. A Host header must be an own
 name or an address (against DNS rebinding), the path contains a secret that the run prints, and connections are limited.
 """
 
@@ -25,15 +25,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_rl.observability.failures import Position
 from megatron_rl.observability.metrics import SAMPLE_FIELDS, Record, Sink, find_metric, replace_text, shorten, step_of
 from megatron_rl.types import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.observability.failures import Position
 
 _SCRIPTS = ("parts.js", "page.js")
 STATUS_FILE = "status.html"
 _PARTS = Path(__file__).parent / "status_page"
+_UPLOT = _PARTS / "uplot"
 _MOST_POINTS = 400  # of a curve in one response
 _MOST_ALARMS = 20
 _LOOK_SECONDS = 1.0  # between two reads of the heartbeats, for any number of viewers
@@ -58,7 +61,8 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
 }
-Positions = Callable[[], Sequence[Position | None]]
+Positions = Callable[[], "Sequence[Position | None]"]
+Documents = Mapping[str, Callable[[str], Mapping[str, Any]]]  # file name -> its content for the text after "?"
 
 
 def check_address(host: str, port: int) -> None:
@@ -111,7 +115,7 @@ class StatusPage(Sink):
         self._path = f"/{secrets.token_urlsafe(16)}/"
         self._page = read_template(_PARTS, name, connect="'self'")
         try:
-            self._server = _Server((host, port), self._path, self.status, self._page)
+            self._server = PageServer((host, port), self._path, self._page, {"status.json": lambda _: self.status()})
         except (OSError, OverflowError) as error:
             raise _explain(host, port, error) from error
         threading.Thread(target=self._server.serve_forever, name="status page", daemon=True).start()
@@ -257,12 +261,19 @@ def _is_own_name(host: str, own: str) -> bool:
         return False
 
 
-class _Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
+    """Server of one page and its JSON documents below a secret path.
+
+    Args:
+        path: begins and ends with "/".
+        documents: a UserError that one raises is sent as {"error": text}.
+    """
+
     daemon_threads = True
     allow_reuse_port = False  # two runs must not share a port
 
-    def __init__(self, address: tuple[str, int], path: str, status: Callable[[], Mapping[str, Any]], page: str) -> None:
-        self.host, self.path, self.status, self.page = address[0], path, status, page.encode()
+    def __init__(self, address: tuple[str, int], path: str, page: str, documents: Documents) -> None:
+        self.host, self.path, self.page, self.documents = address[0], path, page.encode(), documents
         self._open: dict[socket.socket, float] = {}  # connection -> its start
         super().__init__(address, _Handler)
 
@@ -296,9 +307,9 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Handler of GET and HEAD for two paths; any other request is an error."""
+    """Handler of GET and HEAD for the page and its documents; any other request is an error."""
 
-    server: _Server
+    server: PageServer
     server_version, sys_version = "megatron_rl", ""
     timeout = 10.0  # seconds without data until a connection is closed
 
@@ -308,17 +319,24 @@ class _Handler(BaseHTTPRequestHandler):
         if len(hosts) != 1 or not _is_own_name(hosts[0], self.server.host):
             self.send_error(421, "Misdirected Request", "Use localhost, this machine's name or an address of it.")
             return
-        folder, _, file = self.path.partition("?")[0].rpartition("/")
+        path, _, query = self.path.partition("?")
+        folder, _, file = path.rpartition("/")
         if not hmac.compare_digest(f"{folder}/".encode(), self.server.path.encode()):
             self.send_error(404, explain="The address is the one that the run printed when it started.")
         elif file == "":
             self._send("text/html; charset=utf-8", self.server.page)
-        elif file == "status.json":
-            self._send("application/json", json.dumps(self.server.status(), allow_nan=False).encode())
+        elif file in self.server.documents:
+            self._send("application/json", json.dumps(self._describe(file, query), allow_nan=False).encode())
         else:
             self.send_error(404)
 
     do_HEAD = do_GET
+
+    def _describe(self, file: str, query: str) -> Mapping[str, Any]:
+        try:
+            return self.server.documents[file](query)
+        except UserError as error:
+            return {"error": str(error)}
 
     def _send(self, content_type: str, body: bytes) -> None:
         self.send_response(200)
@@ -332,15 +350,19 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def read_template(folder: Path, title: str, connect: str = "'none'") -> str:
+def read_template(folder: Path, title: str, connect: str = "'none'", has_plots: bool = False) -> str:
     """Return the page with its title, style and scripts inlined.
 
     Args:
         folder: contains page.html, page.css, page.js, and optionally parts.js, which is put before page.js.
         connect: sources of the script's connections, in the syntax of a content security policy.
+        has_plots: put uPlot before them.
     """
     page, style = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
     script = "".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS if (folder / name).exists())
+    if has_plots:
+        style = (_UPLOT / "uPlot.min.css").read_text(encoding="utf-8") + style
+        script = (_UPLOT / "uPlot.iife.min.js").read_text(encoding="utf-8") + script
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "
         "base-uri 'none'; form-action 'none'"

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,6 +23,8 @@ _COLUMNS = 2
 _OF_THE_MACHINE = ("time/", "memory/", "tokens/per_second", "schedule/engine_busy")
 _OF_THE_MACHINE += ("agents/environment_seconds", "agents/wait_share")
 _WHERE = "trainer.run_dir"
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # absent from builds of PyYAML without its C part
+_SECTION = re.compile(r"^(?=\w)", re.MULTILINE)
 Runs = Mapping[str, Sequence[Path]]  # label -> run directories
 
 
@@ -36,13 +40,10 @@ def describe_comparison(runs: Runs) -> str:
         for number in range(len(directories))
     ]
     found = [directory for directories in runs.values() for directory in directories]
-    configs = [dict(_read_settings(directory)) for directory in found]
-    keys = sorted({key for config in configs for key in config} - {_WHERE})
-    lines = []
-    for key in keys:
-        values = [config.get(key, "-") for config in configs]
-        if any(value != values[0] for value in values):
-            lines.append(f"{key}: " + ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True)))
+    lines = [
+        f"{key}: " + ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
+        for key, values in find_differences([read_settings(directory) for directory in found]).items()
+    ]
     lines = ["settings that differ:", *(f"  {line}" for line in lines or ["none"])]
     records = [read_metrics(directory) for directory in found]
     for name, other in zip(names[1:], records[1:], strict=True):
@@ -50,19 +51,33 @@ def describe_comparison(runs: Runs) -> str:
     return "\n".join(lines)
 
 
-def _read_settings(directory: Path) -> Iterator[tuple[str, Any]]:
-    """Yield `section.key` and value of a run's config.yaml, if it exists."""
+def read_settings(directory: Path) -> dict[str, Any]:
+    """Return the values of a run's config.yaml by `section.key`; empty without one."""
     path = directory / CONFIG_FILE
-    config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    yield from _flatten(config or {}, "")
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return {name: value for section in _SECTION.split(text) for name, value in _read_section(section)}
+
+
+@cache  # runs share most sections, and parsing takes most of the time of a table of runs
+def _read_section(text: str) -> tuple[tuple[str, Any], ...]:
+    return tuple(_flatten(yaml.load(text, _LOADER) or {}, ""))
 
 
 def _flatten(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def find_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the settings that are not equal in all of the configs, each with its values, "-" where it is missing."""
+    if not configs:
+        return {}
+    keys = sorted({key for config in configs for key in config} - {_WHERE})
+    values = {key: [config.get(key, "-") for config in configs] for key in keys}
+    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
 
 def _describe_difference(first: Sequence[Record], other: Sequence[Record]) -> str:
