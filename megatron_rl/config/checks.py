@@ -108,6 +108,13 @@ def _check_run(config: CheckedConfig) -> None:
         expected="data.validation_files",
         hint="name a file there",
     )
+    config.require(
+        config.get("trainer.max_silent_steps") is None or config.get("rollout.n") > 1,
+        "trainer.max_silent_steps",
+        "compares the responses to a prompt, and rollout.n = 1",
+        expected="null, or two responses or more to a prompt",
+        hint="leave trainer.max_silent_steps out, or raise rollout.n",
+    )
 
 
 def _check_data(config: CheckedConfig) -> None:

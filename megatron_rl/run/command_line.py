@@ -26,7 +26,6 @@ from megatron_rl.types import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
-    EXIT_USER_ERROR,
     Preempted,
     UserError,
     reported_code,
@@ -103,15 +102,14 @@ def end_program(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         _say("stopped: interrupted from the keyboard", sys.stderr)
         return EXIT_INTERRUPTED
-    is_user_error = isinstance(error, UserError)
-    text = str(error) if is_user_error else "".join(["\n", *traceback.format_exception(error)]).rstrip()
+    text = str(error) if isinstance(error, UserError) else "".join(["\n", *traceback.format_exception(error)]).rstrip()
     _say(f"error: {text}", sys.stderr)
     if not _is_first():
         # torchrun ends all ranks when one has ended, so rank 0 must have printed by then. If rank 0 found no error
         # (a file is missing on this node only), this rank survives the wait and prints by itself.
         time.sleep(_PATIENCE_SECONDS)
         _say(f"error on rank {os.environ['RANK']}: {text}", sys.stderr, on_all=True)
-    return EXIT_USER_ERROR if is_user_error else EXIT_FAILED
+    return error.exit_code if isinstance(error, UserError) else EXIT_FAILED
 
 
 def leave(code: int) -> NoReturn:

@@ -50,10 +50,11 @@ from megatron_rl.samples.experience import (
     text_rows,
 )
 from megatron_rl.training.fast_path import find_fast_paths, format_table
-from megatron_rl.types import UserError
+from megatron_rl.types import BadStep, UserError
 
 if TYPE_CHECKING:
     from megatron_rl.capsule.recorder import CapsuleRecorder
+    from megatron_rl.rollout.bad_steps import SilentSteps
 
 
 class Trainer:
@@ -198,6 +199,8 @@ class Trainer:
         found = describe_rollouts(headers) | samples.metrics
         for plan in self.inputs.reward_plans.values():
             found |= plan.describe_weights(step)
+        if self.silence:
+            self.silence.add(found["reward/uninformative_groups"] == 1)
         self.run.count(found | samples.pack(self.policy.packer).metrics)
         if step == 1:
             from megatron_rl.rewards.silence import explain_silence
@@ -261,11 +264,17 @@ class Trainer:
         self.kl: AdaptiveKL | None = None
         if (algorithm := config.algorithm).kl_controller == "adaptive":
             self.kl = AdaptiveKL(algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
+        self.silence: SilentSteps | None = None
+        if trainer.max_silent_steps is not None:
+            from megatron_rl.rollout.bad_steps import SilentSteps
+
+            self.silence = SilentSteps(trainer.max_silent_steps)
+        further = {name: part for name, part in (("kl", self.kl), ("silence", self.silence)) if part is not None}
         self.trained = made.trained
         self.checkpoints = Checkpoints(
             config,
             opened,
-            replace(made.state, parts={**made.state.parts, **({} if self.kl is None else {"kl": self.kl})}),
+            replace(made.state, parts={**made.state.parts, **further}),
             export=self.policy.export,
             total_steps=self.total_steps,
         )
@@ -302,7 +311,13 @@ class Trainer:
                 self.run.log.info("run directory: %s", self.run.dir)
                 for line in describe_run(self.config, self.inputs, self.primitives, self.process.device):
                     self.run.log.info("%s", line)
-                yield
+                try:
+                    yield
+                except BadStep as error:
+                    if error.metrics:  # else the step has its record
+                        self.run.count(error.metrics)
+                        self.run.record(self.run.timers.step)
+                    raise
         except UserError:
             self.checkpoints.commit()  # every rank raised it: a save in progress can be finished
             raise
@@ -334,6 +349,8 @@ class Trainer:
                     is_best = run.is_best(self.validate(step), trainer.best_metric)
                 self.checkpoints.end_step(step, is_best)
             run.record(step)
+            if self.silence:
+                self.silence.check(step)
             self.checkpoints.safe_point()
         self.checkpoints.finish()
         run.finish()
