@@ -95,6 +95,7 @@ class Run:
         self._display: ProgressDisplay | None = None
         self._rollout: RolloutCount | None = None
         self._health = HealthMonitor(settings.health)
+        self._speed: Callable[[Record], dict[str, float]] | None = None
         run_dir.mkdir(parents=True, exist_ok=True)
         if self.is_writer:  # a full disk or a quota fails here and not in the log
             with tempfile.TemporaryFile(dir=run_dir) as file:
@@ -189,6 +190,7 @@ class Run:
         tokens = metrics.get("tokens/prompt", 0.0) + metrics.get("tokens/response", 0.0)
         if tokens and seconds.get("time/step"):
             metrics["tokens/per_second"] = tokens / seconds["time/step"]
+            metrics |= self._speed(metrics | seconds) if self._speed else {}
         record = plain_record({**metrics, **seconds})
         self._pace.mark(step)
         for sink in self._sinks:
@@ -232,6 +234,10 @@ class Run:
             values = describe()
             for sink in self._sinks:
                 sink.histograms(step, values)
+
+    def follow_speed(self, describe: Callable[[Record], dict[str, float]]) -> None:
+        """Add `describe(record)` to the record of every step."""
+        self._speed = describe
 
     def follow_rollouts(self, store: Store) -> RolloutProgress:
         """Return a counter of generated responses; `store` is shared by all ranks."""

@@ -44,6 +44,7 @@ from megatron_rl.samples.experience import (
     describe_rollouts,
     describe_sources,
     describe_staleness,
+    describe_tokens,
     describe_updates,
     measure_kl,
     rollout_row,
@@ -177,6 +178,8 @@ class Trainer:
         weights = next(iter(plans)).weights_at(step)  # gdpo takes them, whose sources have one reward
         found = compute_advantages(samples, batch, algorithm, group, *turns, weights)
         self.run.count({name: float(value) for name, value in found.metrics.items()})
+        described = {"advantages": found.advantages, "returns": found.returns, "values": batch.values}
+        self.run.count(describe_tokens(described, batch.loss_mask, group))
         chosen = choose_tokens(replace(batch, advantages=found.advantages), algorithm, group)
         return tuple(self.policy.as_column(samples, values) for values in (found.advantages, found.returns, chosen))
 
@@ -257,6 +260,11 @@ class Trainer:
             partial(memory_in_use, self.process.device), self.profiler.phase if self.profiler.is_used else None
         )
         progress = self.run.follow_rollouts(open_store("rollouts", world()))
+        if self.process.rank == 0:
+            from megatron_rl.observability.throughput import Throughput, find_peak
+
+            shape, peak = inputs.roles["actor"].shape, find_peak(self.process.device)
+            self.run.follow_speed(Throughput(self.plan, shape, peak))
         sinks = RunSinks(timers, progress, self.run.dir / "schedule")
         self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
