@@ -169,6 +169,14 @@ def _check_packages(config: CheckedConfig) -> None:
             expected=f"the package, or {render(off)}",
             hint=f"pip install {package}, at the version of requirements.txt",
         )
+    for name in config.get("observability.trackers"):
+        config.require(
+            name in ("mlflow", "trackio", "swanlab") and importlib.util.find_spec(name) is not None,
+            "observability.trackers",
+            f"names {name!r}, which is not known or not installed",
+            expected="mlflow, trackio or swanlab, installed",
+            hint="pip install it, or leave it out; observability.wandb is for Weights & Biases",
+        )
 
 
 def _check_engine_size(config: CheckedConfig) -> None:

@@ -602,15 +602,15 @@ def find_metric(key: str) -> Metric | None:
     return min(found, key=lambda metric: metric.name.count("<"), default=None)
 
 
-def format_columns(record: Mapping[str, float]) -> list[str]:
-    """Format the metrics of a record that have a console column, in the table's order."""
-    return [
-        metric.console.format(value, **found.groupdict())
+def format_columns(record: Mapping[str, float]) -> dict[str, str]:
+    """Format the metrics of a record that have a console column, by key in the table's order."""
+    return {
+        key: metric.console.format(value, **found.groupdict())
         for metric in ROWS
         if metric.console
         for key, value in record.items()
         if find_metric(key) is metric and (found := metric.match(key))
-    ]
+    }
 
 
 def accuracy_set(key: str) -> str | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from megatron_rl import __version__
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.run.loading import LoadedConfig, load_config
 from megatron_rl.types import (
@@ -77,6 +78,8 @@ def run_command(
             if problem is not None:
                 raise problem
             return 0
+        what = "command line" if recipe is None else recipe
+        _say(f"megatron_rl {__version__}: {what}, {os.environ.get('WORLD_SIZE', '1')} rank(s); reading model and data")
         run(loaded, recipe)
     except (Exception, KeyboardInterrupt) as error:
         if loaded is not None and isinstance(error, UserError) and reported_code(error) is None:
@@ -153,6 +156,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], Path | None, list[
             names = [name for name in argv[place + 1 : place + 2] if name[:1] not in ("", "-") and "=" not in name]
             flags["--help"] = names[0] if names and not Path(names[0]).is_file() else ""
             del argv[place : place + 1 + bool(flags["--help"])]
+    argv = ["observability.explain=true" if argument == "--explain" else argument for argument in argv]
     for flag in ("--dry-run", "--json"):
         if flag in argv:
             argv.remove(flag)

@@ -19,8 +19,6 @@ import torch
 
 from megatron_rl.algorithms.losses import AdaptiveKL, has_importance_weights, measure_for_target
 from megatron_rl.config.schema import AlgorithmConfig, RunConfig
-from megatron_rl.config.sections import format_ranks
-from megatron_rl.engines.build import describe_engine
 from megatron_rl.extension.registry import OBJECT
 from megatron_rl.observability.metrics import TokenTexts
 from megatron_rl.observability.progress import StepProfiler
@@ -50,7 +48,6 @@ from megatron_rl.samples.experience import (
     rollout_row,
     text_rows,
 )
-from megatron_rl.training.fast_path import find_fast_paths, format_table
 from megatron_rl.types import BadStep, UserError
 
 if TYPE_CHECKING:
@@ -265,7 +262,7 @@ class Trainer:
 
             shape, peak = inputs.roles["actor"].shape, find_peak(self.process.device)
             self.run.follow_speed(Throughput(self.plan, shape, peak))
-        sinks = RunSinks(timers, progress, self.run.dir / "schedule")
+        sinks = RunSinks(timers, progress, self.run.dir / "schedule", self.run.starting)
         self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
         self.teachers = made.teachers
@@ -317,8 +314,12 @@ class Trainer:
         try:
             with self.guard.reporting():
                 self.run.log.info("run directory: %s", self.run.dir)
-                for line in describe_run(self.config, self.inputs, self.primitives, self.process.device):
-                    self.run.log.info("%s", line)
+                from megatron_rl.run.summary import describe_run, explain_run
+
+                for note in self.inputs.notes:
+                    self.run.log.info("note: %s", note)
+                rows = describe_run(self.config, self.inputs, self.primitives, self.process.device)
+                self.run.describe(rows, explain_run(self.config, self.inputs))
                 try:
                     yield
                 except BadStep as error:
@@ -458,49 +459,3 @@ def load(model: Any = None, config: Any = None, overrides: Sequence[str] = (), *
     """
     prepared = prepare(model, config, overrides, passed)
     return build_primitives(prepared.config, prepared.inputs, prepared.parts, prepared.join(), RunSinks())
-
-
-def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, device: torch.device) -> Iterator[str]:
-    """Yield lines that describe a run and its data at the start."""
-    plan, hybrid, train = inputs.plan, primitives.policy.hybrid, inputs.train
-    yield from (f"note: {note}" for note in inputs.notes)
-    why = inputs.spec.why_recompute
-    yield (
-        f"algorithm: {config.algorithm.adv_estimator}, {config.algorithm.policy_loss} loss; old_logprobs of "
-        + (f"a forward pass of their own: {why}" if why else "the update's first pass")
-    )
-    for role in inputs.roles.values():
-        where, is_actor = _describe_ranks(role.layout.ranks, plan.world_size), role.spec.name == "actor"
-        what = f", {config.model.dtype}, {config.model.transformer_impl} layers on {device}" if is_actor else ""
-        if where or role.spec.name != "reference":
-            yield f"{role.spec.title}: {role.layout.describe()}{where}{what}"
-    modes = describe_engine(config.rollout, device, config.actor.router_replay == "engine")
-    engines = config.placement.ranks_of("rollout", plan.world_size)
-    yield (
-        f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of "
-        f"{'the actor, rank(s) ' if plan.engine_is_actor else 'tp='}{plan.engine_ranks}"
-        f"{_describe_ranks(engines, plan.world_size)}{modes and '; ' + modes}"
-    )
-    if k := config.schedule.max_staleness:
-        yield (
-            f"schedule: responses begin up to {k} step(s) ahead; at most {(1 + k) * plan.rollouts_per_step} have begun "
-            f"and were not learned from; updates {config.schedule.updates}, order {config.schedule.order}"
-        )
-    yield f"stop tokens: {', '.join(map(str, inputs.stop_token_ids))}"
-    stats = hybrid.reshard_stats
-    yield (
-        f"weights: transport {hybrid.transport}; per switch {stats.bytes_moved:,} bytes moved, "
-        f"{stats.bytes_copied:,} copied inside a rank, {stats.bytes_aliased:,} aliased; "
-        f"verify {config.hybrid.verify}"
-    )
-    yield f"prompts: {len(train.prompts)} ({train.num_truncated} truncated, {train.num_dropped} dropped)"
-    table = format_table(
-        find_fast_paths(
-            config.actor, config.model.dtype, config.model.transformer_impl, plan.dp_size, config.rollout.bitwise
-        )
-    )
-    yield from (f"  {line}" for line in (*table, *plan.formulas()))
-
-
-def _describe_ranks(ranks: range, world_size: int) -> str:
-    return f" on rank(s) {format_ranks(ranks)}" if len(ranks) < world_size else ""

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.observability.console import format_console_line
 from megatron_rl.observability.metrics import MetricsFile, encode_record, plain_record, read_metrics, set_aside
-from megatron_rl.observability.progress import format_console_line
 from megatron_rl.types import UserError
 
 
