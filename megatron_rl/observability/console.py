@@ -34,10 +34,10 @@ WIDTH = 100  # columns
 LINE_SECONDS = 10.0  # between two lines about a rollout without a terminal
 MANY_STEPS, SHORT_SECONDS, EVERY = 200, 10.0, 10  # without a terminal: of more and shorter steps, every tenth
 _REDRAWS_PER_SECOND = 2
-_VALUE_WIDTH = 7  # of a column
-_TIME_WIDTH = 24
+_VALUE_WIDTH = 6  # of a column, at least
+_TIME_WIDTH = 22  # that other columns leave to the seconds
 # Columns that stay longest where a line has no room for all.
-_KEPT = ("reward/mean", "sft/loss", "preference/loss", "tokens/per_second", "policy/grad_norm", "kl/mean")
+_KEPT = ("reward/mean", "sft/loss", "preference/loss", "policy/grad_norm", "tokens/per_second", "kl/mean")
 
 
 def format_summary(rows: Iterable[tuple[str, str]], width: int = WIDTH) -> list[str]:
@@ -95,8 +95,10 @@ def _describe_seconds(record: NumberRecord) -> str:
     total = record.get("time/step", sum(phases.values()))
     if not total:
         return ""
-    longest = max(phases, key=lambda name: phases[name], default=None)
-    return f"{total:.2f} s" if longest is None else f"{total:.2f} s: {longest} {phases[longest] / total:.0%}"
+    if not phases:
+        return f"{total:.2f} s"
+    longest = max(phases, key=lambda name: phases[name])
+    return f"{total:.2f} s: {longest}" + (f" {phases[longest] / total:.0%}" if len(phases) > 1 else "")
 
 
 @contextmanager

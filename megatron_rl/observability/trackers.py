@@ -127,7 +127,7 @@ class WandbRun(Tracker):
 
 
 class Mlflow(Tracker):
-    """MLflow: the server of MLFLOW_TRACKING_URI, or files in <run_dir>/mlruns."""
+    """MLflow: the server of MLFLOW_TRACKING_URI, or <run_dir>/mlflow.db with files in <run_dir>/mlartifacts."""
 
     title = "MLflow"
 
@@ -135,7 +135,9 @@ class Mlflow(Tracker):
         """Begin a run, or continue the one whose id is in <run_dir>/mlflow_id."""
         mlflow, known = importlib.import_module("mlflow"), run_dir / "mlflow_id"
         if "MLFLOW_TRACKING_URI" not in os.environ:
-            mlflow.set_tracking_uri((run_dir.resolve() / "mlruns").as_uri())
+            mlflow.set_tracking_uri(f"sqlite:///{run_dir.resolve()}/mlflow.db")
+            if mlflow.get_experiment_by_name(self.project) is None:
+                mlflow.create_experiment(self.project, (run_dir.resolve() / "mlartifacts").as_uri())
         mlflow.set_experiment(self.project)
         run_id = known.read_text(encoding="utf-8").strip() if known.exists() else None
         run = mlflow.start_run(run_id=run_id, run_name=None if run_id else self.name, log_system_metrics=False)

@@ -39,7 +39,7 @@ run.close()
 READERS = {
     "mlflow": """
 import json, sys, mlflow
-mlflow.set_tracking_uri(sys.argv[1] + "/run/mlruns")
+mlflow.set_tracking_uri(f"sqlite:///{sys.argv[1]}/run/mlflow.db")
 client = mlflow.MlflowClient()
 [run] = client.search_runs([client.get_experiment_by_name("megatron_rl").experiment_id])
 points = client.get_metric_history(run.info.run_id, "reward/mean")
