@@ -20,6 +20,13 @@ from typing import Any
 
 import numpy as np
 
+# Nonzero exit codes of a rank; see docs/checkpoints.md.
+EXIT_FAILED = 1  # unexpected exception, out of memory, lost peer, or BadStep
+EXIT_USER_ERROR = 2
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
+EXIT_INTERRUPTED = 130  # Ctrl-C
+EXIT_STALLED = 70  # the watchdog ended a stuck rank
+
 
 class UserError(ValueError):
     """An error that the user can fix; entry points print it without a traceback and exit with 2.
@@ -28,6 +35,8 @@ class UserError(ValueError):
         found: one sentence with the numbers.
         source: config key, file and line, command line, or rank.
     """
+
+    exit_code = EXIT_USER_ERROR
 
     def __init__(self, found: str, *, source: str, expected: str, hint: str) -> None:
         self.found, self.source, self.expected, self.hint = found, source, expected, hint
@@ -40,6 +49,16 @@ class UserError(ValueError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with all parts, to be sent between ranks."""
         return partial(UserError, source=self.source, expected=self.expected, hint=self.hint), (self.found,)
+
+
+class BadStep(UserError):
+    """A step with nothing to learn from, which ends the run; `metrics` are those of the step, as far as it came."""
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, found: str, *, source: str, expected: str, hint: str, metrics: Mapping[str, float] = {}) -> None:
+        super().__init__(found, source=source, expected=expected, hint=hint)
+        self.metrics = metrics
 
 
 class UserErrors(UserError):
@@ -59,14 +78,6 @@ class UserErrors(UserError):
 
 class Preempted(Exception):
     """A stop by a signal, after the run's state was saved; entry points exit with EXIT_PREEMPTED."""
-
-
-# Nonzero exit codes of a rank; see docs/checkpoints.md.
-EXIT_FAILED = 1  # unexpected exception, out of memory, or lost peer
-EXIT_USER_ERROR = 2
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
-EXIT_INTERRUPTED = 130  # Ctrl-C
-EXIT_STALLED = 70  # the watchdog ended a stuck rank
 
 
 @dataclass(frozen=True)

@@ -287,7 +287,7 @@ def _step_with_transformers(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, old: list[torch.Tensor]
 ) -> dict[str, float]:
     low, high = 1 - ALGORITHM.clip_eps_low, 1 + ALGORITHM.clip_eps_high
-    sums = dict(loss=0.0, entropy=0.0, clipped=0.0, kl=0.0, deviation=0.0)
+    sums = dict(loss=0.0, entropy=0.0, clipped=0.0, low=0.0, kl=0.0, deviation=0.0)
     optimizer.zero_grad()
     reference, skip = draw_ref_logprobs(), NUM_PROMPT_TOKENS - 1
     for i, (logprobs, entropy) in enumerate(score_with_transformers(model)):
@@ -301,6 +301,7 @@ def _step_with_transformers(
         sums["loss"] += loss.item()
         sums["entropy"] += entropy.sum().item()
         sums["clipped"] += (bounded < pushed).sum().item()
+        sums["low"] += ((bounded < pushed) & (ratio < 1)).sum().item()
         sums["kl"] += kl.sum().item()
         sums["deviation"] = max(sums["deviation"], (logprobs - old_logprobs).abs().max().item())
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), ACTOR["clip_grad"]).item()
@@ -312,6 +313,8 @@ def _step_with_transformers(
         "policy/lr": optimizer.param_groups[0]["lr"],
         "policy/entropy": sums["entropy"] / tokens,
         "policy/clip_fraction": sums["clipped"] / tokens,
+        "policy/clip_fraction_low": sums["low"] / tokens,
+        "policy/clip_fraction_high": (sums["clipped"] - sums["low"]) / tokens,
         "policy/ratio_max_deviation": sums["deviation"],
         "kl/mean": sums["kl"] / tokens,
     }

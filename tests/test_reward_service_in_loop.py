@@ -94,7 +94,8 @@ def test_a_dead_service_with_fallback_is_counted_and_ends_the_run_where_it_is_as
     errors = run_ranks(train, 2, overrides, timeout=170)
     assert errors[0] is not None and errors[0] == errors[1] and url in errors[0]
     assert "the reward service failed on 16 of 16 responses of step 1; the last time:\n" in errors[0], errors[0]
-    assert read_records(tmp_path / "run") == []
+    (record,) = read_records(tmp_path / "run")
+    assert record["reward/service_failures"] == 1.0 and record["reward/mean"] is None
     overrides = [*overrides, f"trainer.run_dir={tmp_path}/counted", "trainer.max_failed_share=1"]
     assert run_ranks(train, 1, overrides, timeout=170) == [None]
     (record,) = read_records(tmp_path / "counted")

@@ -43,7 +43,7 @@ whose own hint says enough stand in a list. `python tools/make_docs.py` makes th
 | a rank or a tool exits with | meaning | what to do |
 |---|---|---|
 | 0 | done | |
-| {failed} | an unexpected error, out of memory, a lost rank; for a tool: a difference | follow the hint; {traceback} |
+| {failed} | an unexpected error, out of memory, a lost rank, {bad_step}; for a tool: a difference | {read_log} |
 | {user_error} | one of the errors on this page | follow the hint |
 | {stalled} | the watchdog ended a stuck rank | rank 0 printed [who waited for whom]({watchdog}) |
 | {preempted} | a signal stopped the run after it saved | [run the same command again]({signals}) |
@@ -54,12 +54,13 @@ torchrun itself exits with 1; `launch/train_single_node.sh` (with `RUN_DIR`) and
 """
 _VALUES = {
     "failed": EXIT_FAILED,
+    "bad_step": "a step with nothing to learn from",
     "user_error": EXIT_USER_ERROR,
     "stalled": EXIT_STALLED,
     "preempted": EXIT_PREEMPTED,
     "interrupted": EXIT_INTERRUPTED,
     "watchdog": "checkpoints.md#the-watchdog",
-    "traceback": "the traceback is in `logs/rank<N>.log`",
+    "read_log": "follow the hint; the traceback is in `logs/rank<N>.log`",
     "signals": "checkpoints.md#signals-and-exit-codes",
 }
 
@@ -206,7 +207,7 @@ def _find_builders(tree: ast.Module) -> Iterator[_Builder]:
 
 
 def _is_error(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "UserError"
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("UserError", "BadStep")
 
 
 def _parts_of(call: ast.Call) -> dict[str, ast.expr]:

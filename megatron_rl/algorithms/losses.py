@@ -94,8 +94,8 @@ def compute_policy_loss(
 
     Returns:
         The loss (scalar), and metrics: weighted sums "loss", "policy", "kl_term", "entropy_term", "weights"; unweighted
-        sums "kl", "entropy", "clipped", "tokens", "divergence" (if any) and "loss/<name>/<metric>"; the maximum
-        "max/deviation" of |logprobs - old_logprobs|.
+        sums "kl", "entropy", "clipped", "clipped_low" (of ratios below 1), "tokens", "divergence" (if any) and
+        "loss/<name>/<metric>"; the maximum "max/deviation" of |logprobs - old_logprobs|.
 
     Raises:
         UserError: unknown policy loss, or a plugin's result is not [t] tensors.
@@ -127,6 +127,7 @@ def compute_policy_loss(
             "kl": kl.detach().sum(),
             "entropy": torch.where(mask, entropy, 0.0).sum(),
             "clipped": (mask & is_clipped).sum().float(),
+            "clipped_low": (mask & is_clipped & (tokens.logprobs < tokens.old_logprobs)).sum().float(),
             "tokens": mask.sum().float(),
             "weights": weighted_sum(torch.ones_like(loss_weights)),
             "max/deviation": (tokens.logprobs - tokens.old_logprobs).abs().max(),

@@ -108,6 +108,13 @@ def _check_run(config: CheckedConfig) -> None:
         expected="data.validation_files",
         hint="name a file there",
     )
+    config.require(
+        config.get("trainer.max_silent_steps") is None or config.get("rollout.n") > 1,
+        "trainer.max_silent_steps",
+        "compares the responses to a prompt, and rollout.n = 1",
+        expected="null, or two responses or more to a prompt",
+        hint="leave trainer.max_silent_steps out, or raise rollout.n",
+    )
 
 
 def _check_data(config: CheckedConfig) -> None:
@@ -161,6 +168,14 @@ def _check_packages(config: CheckedConfig) -> None:
             f"needs the package {package}",
             expected=f"the package, or {render(off)}",
             hint=f"pip install {package}, at the version of requirements.txt",
+        )
+    for name in config.get("observability.trackers"):
+        config.require(
+            name in ("mlflow", "trackio", "swanlab") and importlib.util.find_spec(name) is not None,
+            "observability.trackers",
+            f"names {name!r}, which is not known or not installed",
+            expected="mlflow, trackio or swanlab, installed",
+            hint="pip install it, or leave it out; observability.wandb is for Weights & Biases",
         )
 
 

@@ -365,6 +365,12 @@ class TrainerConfig:
         ge=0,
         le=1,
     )
+    max_silent_steps: int | None = option(
+        None,
+        "End the run after N steps in a row in which the responses to each prompt have equal rewards; null: never.",
+        "steps",
+        ge=1,
+    )
     seed: int = option(1, "Seed of data order, sampling and initialization.", ge=0)
     run_dir: str | None = option(None, "Run directory; default: checkpoints/runs/<recipe>-<time>.")
     log_rollouts: int = option(

@@ -264,7 +264,10 @@ class ObservabilityConfig:
     wandb: Literal["off", "offline", "online"] = option(
         "off", "Log to Weights & Biases (needs wandb); offline: into <run_dir>/wandb."
     )
-    wandb_project: str = option("megatron_rl", "Project in Weights & Biases.")
+    trackers: list[str] = option(
+        [], "Further trackers that get the metrics, if installed: mlflow, trackio, swanlab (docs/watching.md#trackers)."
+    )
+    wandb_project: str = option("megatron_rl", "Project in Weights & Biases and in the trackers.")
     wandb_name: str | None = option(None, "Name of the run there; default: that of the run directory.")
     status_port: int | None = option(
         None,
@@ -275,6 +278,9 @@ class ObservabilityConfig:
         hint="0 takes any free port",
     )
     status_host: str = option("127.0.0.1", "Address that the page is served on; 0.0.0.0: every one of the machine.")
+    explain: bool = option(
+        False, "Print at the start how sizes follow from each other and which kernels are in use. Short: --explain."
+    )
     health: HealthConfig = option(
         HealthConfig(), "Window and limits of the alarms (docs/health.md); null: no such alarm."
     )

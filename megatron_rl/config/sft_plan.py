@@ -86,6 +86,7 @@ def _check_settings(cfg: RunConfig, is_paired: bool) -> None:
     checked.allow(
         "layout.mode", "given", f"{here}, which the planner does not cover", "give the section actor a layout"
     )
+    checked.allow("trainer.max_silent_steps", None, f"{here}, which has no groups of responses", "leave it out")
     checked.allow("data.curriculum.kind", "off", f"{here}, which has no rollouts", "leave it out")
     for role in cfg.placement.placed[:1]:
         why = f"{here}, which has one role"

@@ -402,6 +402,9 @@ class Metric:
 ROWS: tuple[Metric, ...] = (
     Metric("reward/mean", "mean over the rollouts of the step, without those whose episode or reward service failed",
            console="reward {:.4f}", chart="reward"),
+    Metric("reward/std", "standard deviation over the same rollouts"),
+    Metric("reward/min", "lowest reward"),
+    Metric("reward/max", "highest reward"),
     Metric("reward/<data_source>/mean", "mean reward of each data source, if a step has several"),
     Metric("reward/weight/<source>", "weight of a reward source that follows a schedule"),
     Metric("reward/<component>", "mean of a component: a source (after its thresholds), or a key that a reward "
@@ -424,6 +427,12 @@ ROWS: tuple[Metric, ...] = (
     Metric("sources/<source>/failed", "episodes of a source that failed", "share"),
     Metric("response/truncated", "responses cut at data.max_response_length", "share",
            chart="truncated responses, groups without signal", alarm="truncated"),
+    Metric("response/length_mean", "mean length of a response; of an episode, all its branches", "tokens"),
+    Metric("response/length_min", "shortest response", "tokens"),
+    Metric("response/length_max", "longest response", "tokens"),
+    Metric("prompt/length_mean", "mean length of a rollout's prompt", "tokens"),
+    Metric("prompt/length_min", "shortest prompt", "tokens"),
+    Metric("prompt/length_max", "longest prompt", "tokens"),
     Metric("tokens/prompt", "prompt tokens of all rollouts of the step", "tokens"),
     Metric("tokens/response", "response tokens of all rollouts of the step", "tokens", chart="tokens of all responses",
            alarm="length"),
@@ -467,9 +476,15 @@ ROWS: tuple[Metric, ...] = (
     Metric("distill/kl", "log-prob of the policy minus that of the teachers per token, before the update; the "
            "divergence in the update if algorithm.distillation.kind is full or top_k", "nats"),
     Metric("distill/<teacher>", "distill/kl to one of several teachers, on its own tokens", "nats"),
+    *(Metric(f"{name}/{part}", f"{words} {what} of a token in the loss")
+      for name, what in (("advantages", "advantage"), ("returns", "return"), ("values", "critic's value"))
+      for part, words in (("mean", "mean"), ("std", "standard deviation of the"), ("min", "lowest"),
+                          ("max", "highest"))),
     Metric("policy/loss", "mean loss of the optimizer steps"),
     Metric("policy/clip_fraction", "tokens whose loss is clipped", "share", console="clip {:.4f}",
            chart="clipped tokens", alarm="clipping"),
+    Metric("policy/clip_fraction_low", "those whose log-prob fell", "share"),
+    Metric("policy/clip_fraction_high", "those whose log-prob rose", "share"),
     Metric("policy/grad_norm", "norm of the whole gradient before clipping", console="grad {:.3g}",
            chart="gradient norm", alarm="gradient"),
     Metric("policy/lr", "learning rate", chart="learning rate"),
@@ -555,6 +570,12 @@ ROWS: tuple[Metric, ...] = (
     Metric("time/step", "the whole step", "s", chart="seconds per step"),
     Metric("tokens/per_second", "tokens/prompt and tokens/response over time/step", "tokens/s", console="tok/s {:,.0f}",
            chart="tokens per second"),
+    Metric("throughput/step", "tokens/per_second per GPU (a rank, on a CPU)", "tokens/s"),
+    Metric("throughput/update", "prompt and response tokens in time/update per GPU of the actor", "tokens/s"),
+    Metric("throughput/rollout", "response tokens in time/rollout per GPU of the engines", "tokens/s"),
+    *(Metric(f"mfu/{phase}", f"operations of {what} over the peak of the GPUs; absent on others", "share")
+      for phase, what in (("step", "rollout, log-probs and update"), ("update", "the update"),
+                          ("rollout", "one pass over all tokens"))),
     Metric("time/reshard", "transfer of weights to the engines", "s"),
     Metric("time/verify", "certificate of the transfer", "s"),
     Metric("time/rollout", "generation", "s", chart="seconds per step"),
@@ -581,15 +602,15 @@ def find_metric(key: str) -> Metric | None:
     return min(found, key=lambda metric: metric.name.count("<"), default=None)
 
 
-def format_columns(record: Mapping[str, float]) -> list[str]:
-    """Format the metrics of a record that have a console column, in the table's order."""
-    return [
-        metric.console.format(value, **found.groupdict())
+def format_columns(record: Mapping[str, float]) -> dict[str, str]:
+    """Format the metrics of a record that have a console column, by key in the table's order."""
+    return {
+        key: metric.console.format(value, **found.groupdict())
         for metric in ROWS
         if metric.console
         for key, value in record.items()
         if find_metric(key) is metric and (found := metric.match(key))
-    ]
+    }
 
 
 def accuracy_set(key: str) -> str | None:

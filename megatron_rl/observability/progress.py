@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of a run for people: lines and bars on the terminal, a log file per rank, seconds and memory per phase.
+"""Progress of a run: responses of generations, pace, a log file per rank, seconds and memory per phase (`console.py`).
 
 The logger is the package's own, so every module's `logging.getLogger(__name__)` writes to the file.
 
@@ -26,23 +26,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
-from rich.table import Column
-from rich.text import Text
 from torch.distributed.distributed_c10d import Store
-
-from megatron_rl.observability.metrics import NumberRecord, Sink, accuracy_set, format_columns, phase_seconds
 
 _INTERVAL = 0.5  # seconds between two updates
 _WINDOW = 20  # updates that the speed is averaged over
-LINE_SECONDS = 10.0  # between two lines about a rollout without a terminal
-_REDRAWS_PER_SECOND = 2
 
 
 @dataclass(frozen=True)
@@ -129,15 +120,6 @@ class RolloutProgress:
             self._show(None)
 
 
-def format_console_line(step: int, total_steps: int, metrics: NumberRecord) -> str:
-    """Return the line of a step: its metrics, then the seconds of its phases, the longest first."""
-    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}", *format_columns(metrics)]
-    phases = sorted(phase_seconds(metrics).items(), key=lambda item: -item[1])
-    words = " ".join(f"{name} {value:.2f}" for name, value in phases)
-    total = f"{metrics['time/step']:.2f} s" if "time/step" in metrics else "s" if words else ""
-    return " | ".join(parts + ([f"{total}: {words}" if words else total] if total else []))
-
-
 class Pace:
     """Elapsed and remaining seconds of a run since its start, or since its resumption after `done` steps."""
 
@@ -165,105 +147,6 @@ class Pace:
             return None
         left = (self._last - self._began) / steps * (self.total - self.done)
         return max(0.0, left - (self._clock() - self._last))
-
-
-class ProgressDisplay(Sink):
-    """Sink that prints a line for each step and the progress of a generation: bars on a terminal, else plain lines."""
-
-    def __init__(self, pace: Pace, *, stream: TextIO | None = None) -> None:
-        self._pace, self._stream = pace, stream
-        self._notes: dict[str, str] = {}
-        self._said_at = 0.0
-        self._bars: Progress | None = None
-        if (stream or sys.stdout).isatty():
-            self._bars = self._draw(stream)
-
-    def _draw(self, stream: TextIO | None) -> Progress:
-        bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[count]}"),
-            TimeElapsedColumn(),
-            _Remaining(),
-            TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-            console=Console(file=stream or sys.stdout),
-            refresh_per_second=_REDRAWS_PER_SECOND,
-            redirect_stdout=stream is None,
-            redirect_stderr=stream is None and sys.stderr.isatty(),
-        )
-        self._steps = bars.add_task("step", total=self._pace.total, count="", pace=self._pace, note="")
-        self._rollout = bars.add_task("rollout", total=None, visible=False, count="", pace=None, note="")
-        self._show_steps(bars)
-        bars.start()
-        bars.console.show_cursor(True)  # a killed process could not restore it
-        return bars
-
-    def _show_steps(self, bars: Progress) -> None:
-        done, note = self._pace.done, " | ".join(self._notes.values())
-        bars.update(self._steps, completed=done, count=f"{done}/{self._pace.total}", note=note)
-
-    def log(self, step: int, record: NumberRecord) -> None:
-        """Print the step's line and move the bar of steps, with the last reward (SFT: loss) and validation."""
-        self.print(format_console_line(step, self._pace.total, record))
-        now = {key: record[key] for key in ("reward/mean", "sft/loss") if key in record}
-        validation = {key: value for key, value in record.items() if accuracy_set(key)}
-        for name, shown in (("now", now), ("validation", validation)):
-            if shown:
-                self._notes[name] = " | ".join(format_columns(shown))
-        if self._bars is not None:
-            self._show_steps(self._bars)
-
-    def show_rollout(self, name: str, count: RolloutCount | None) -> None:
-        """Show the progress of a generation, `None` at its end; may be called by another thread."""
-        if self._bars is not None and count is None:
-            self._bars.update(self._rollout, visible=False)
-        elif self._bars is not None and count is not None:
-            if not self._bars.tasks[self._rollout].visible:
-                self._bars.reset(self._rollout, total=count.total)
-            self._bars.update(
-                self._rollout,
-                visible=True,
-                description=name,
-                total=count.total,
-                completed=count.finished,
-                count=f"{count.finished}/{count.total} responses",
-                note=f"{count.tokens_per_second:,.0f} tok/s",
-            )
-        elif count is not None and count.seconds >= LINE_SECONDS:
-            now = time.monotonic()
-            if now - self._said_at >= LINE_SECONDS:
-                self._said_at = now
-                self.print(
-                    f"{name}: {count.finished}/{count.total} responses, {count.tokens:,} tokens, "
-                    f"{count.tokens_per_second:,.0f} tok/s, {count.seconds:.0f} s"
-                )
-
-    def print(self, line: str) -> None:
-        """Print a line, above the bars if there are any."""
-        if self._bars is not None:
-            self._bars.console.print(Text(line), soft_wrap=True)
-        else:
-            print(line, file=self._stream or sys.stdout, flush=True)
-
-    def close(self) -> None:
-        """Remove the bars."""
-        if self._bars is not None:
-            self._bars.update(self._rollout, visible=False)
-            self._bars.stop()
-            self._bars = None
-
-
-class _Remaining(ProgressColumn):
-    """Column of the display with the estimated time until the run ends; empty in the row of a rollout."""
-
-    max_refresh = 0.5
-
-    def render(self, task: Task) -> Text:
-        pace: Pace | None = task.fields["pace"]
-        if pace is None:
-            return Text("")
-        left = pace.remaining
-        return Text("eta -" if left is None else f"eta {timedelta(seconds=round(left))}")
 
 
 LOGGER_NAME = "megatron_rl"

@@ -12,11 +12,14 @@ with the window that ended four windows ago, or with a limit. docs/health.md has
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from operator import gt, lt
 from pathlib import Path
@@ -52,7 +55,6 @@ from megatron_rl.observability.metrics import (
 from megatron_rl.observability.progress import (
     Pace,
     PhaseTimers,
-    ProgressDisplay,
     RolloutCount,
     RolloutProgress,
     close_rank_log,
@@ -62,6 +64,7 @@ from megatron_rl.observability.progress import (
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
+    from megatron_rl.observability.console import ProgressDisplay
     from megatron_rl.observability.status import Positions
 
 
@@ -95,6 +98,7 @@ class Run:
         self._display: ProgressDisplay | None = None
         self._rollout: RolloutCount | None = None
         self._health = HealthMonitor(settings.health)
+        self._speed: Callable[[Record], dict[str, float]] | None = None
         run_dir.mkdir(parents=True, exist_ok=True)
         if self.is_writer:  # a full disk or a quota fails here and not in the log
             with tempfile.TemporaryFile(dir=run_dir) as file:
@@ -148,15 +152,39 @@ class Run:
             page = StatusPage(name, host, port, file=self.dir / STATUS_FILE, **shown)
             add(page)
             self.log.info("status page: %s", page.url)
-        if settings.wandb != "off":
-            from megatron_rl.observability.wandb_run import WandbRun
+        for name in (*([] if settings.wandb == "off" else ["wandb"]), *settings.trackers):
+            from megatron_rl.observability.trackers import TRACKERS
 
-            add(WandbRun(self.dir, settings, self._config_yaml, self._total_steps))
+            add(TRACKERS[name](self.dir, settings, self._config_yaml, self._total_steps))
         if settings.tensorboard:
             add(TensorBoard(self.dir, after_step, settings.histograms_every))
+        from megatron_rl.observability.console import ProgressDisplay
+
         self._display = ProgressDisplay(self._pace)
         add(self._display)
         replace_text(self.dir / CONFIG_FILE, self._config_yaml)
+
+    def describe(self, rows: Iterable[tuple[str, str]], arithmetic: Iterable[str]) -> None:
+        """Log what the run is, as labels and texts; on the console `arithmetic` only with `observability.explain`."""
+        if self.is_writer:
+            from megatron_rl.observability.console import format_summary
+
+            for line in format_summary(rows):
+                self.log.info("%s", line)
+        for line in arithmetic:
+            self.log.log(logging.INFO if self._settings.explain else logging.DEBUG, "  %s", line)
+
+    @contextmanager
+    def starting(self, text: str) -> Iterator[None]:
+        """Show on a terminal that the block, a part of the start, runs; log its seconds."""
+        began, shown = time.monotonic(), nullcontext()
+        if self.is_writer:
+            from megatron_rl.observability.console import show_start
+
+            shown = show_start(text)
+        with shown:
+            yield
+        self.log.debug("%s: %.1f s", text, time.monotonic() - began)
 
     def count(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the step's record; several values of a metric are averaged."""
@@ -189,6 +217,7 @@ class Run:
         tokens = metrics.get("tokens/prompt", 0.0) + metrics.get("tokens/response", 0.0)
         if tokens and seconds.get("time/step"):
             metrics["tokens/per_second"] = tokens / seconds["time/step"]
+            metrics |= self._speed(metrics | seconds) if self._speed else {}
         record = plain_record({**metrics, **seconds})
         self._pace.mark(step)
         for sink in self._sinks:
@@ -232,6 +261,10 @@ class Run:
             values = describe()
             for sink in self._sinks:
                 sink.histograms(step, values)
+
+    def follow_speed(self, describe: Callable[[Record], dict[str, float]]) -> None:
+        """Add `describe(record)` to the record of every step."""
+        self._speed = describe
 
     def follow_rollouts(self, store: Store) -> RolloutProgress:
         """Return a counter of generated responses; `store` is shared by all ranks."""
@@ -305,6 +338,10 @@ class Run:
             from megatron_rl.observability import curves  # once, at the end
 
             self.log.info("curves:  %s", curves.plot_curves(self.dir))
+            from megatron_rl.observability.console import list_next_commands
+
+            for line in list_next_commands(self.dir):
+                self.log.info("%s", line)
 
     def close(self) -> None:
         """Close everything; errors are only logged, so that they do not replace the error that ends a run."""

@@ -377,10 +377,10 @@ class Collector:
             headers = join_headers([part.headers for part in parts]).rollouts
             correct, answers = (x.reshape(-1, drawn.n).tolist() for x in (correctness_of(headers), headers["answer"]))
             found = compute_validation_metrics(correct, answers)
-            failed = self._check_failures(parts, f'the validation set "{name}"')
             if self._config.has_episodes:
-                found["failed"] = failed
+                found["failed"] = float(headers.has_failed.mean())
             metrics |= {f"validation/{name}/{metric}": value for metric, value in found.items()}
+            self._check_failures(parts, f'the validation set "{name}"', metrics)
             if on_set is not None:
                 on_set(name, parts)
         return metrics
@@ -394,30 +394,28 @@ class Collector:
         samples.metrics.update(self.generator.metrics)
         return samples
 
-    def _check_failures(self, parts: Sequence[Experience], what: str) -> float:
+    def _check_failures(
+        self, parts: Sequence[Experience], what: str, others: Mapping[str, float] | None = None
+    ) -> float:
         """Return the share of failed episodes; `what` names the samples in errors.
 
+        Args:
+            others: metrics of the samples before; `None` for a training step.
+
         Raises:
-            UserError: this share, or that of responses whose reward service failed, exceeds `max_failed_share`; on
-                every rank.
+            BadStep: this share, or that of responses whose reward service failed, exceeds `max_failed_share`, or no
+                response has a reward; on every rank.
         """
-        config, headers = self._config, [part.headers.rollouts for part in parts]
+        headers, most = [part.headers.rollouts for part in parts], self._config.trainer.max_failed_share
         episodes = np.concatenate([part.has_failed for part in headers])
         services = ~episodes & ~np.concatenate([part.has_reward for part in headers])
-        most = config.trainer.max_failed_share
-        for is_episode, has_failed in ((True, episodes), (False, services)):
-            if has_failed.mean() > most:
-                said = [text for text in gather_objects(self._failures.get(is_episode, ""), self._group) if text]
-                count = f"{has_failed.sum()} of {len(has_failed)}"
-                found = f"{count} episodes of {what} failed; the last one"
-                if not is_episode:
-                    found = f"the reward service failed on {count} responses of {what}; the last time"
-                raise UserError(
-                    f"{found}:\n{said[0].rstrip() if said else 'before the run was resumed'}",
-                    source=f"trainer.max_failed_share = {most:g}",
-                    expected="a smaller share, as nothing is learned from what failed",
-                    hint="correct the cause; trainer.max_failed_share=1 continues without it",
-                )
+        if is_bad_step(episodes, services, most):
+            from megatron_rl.rollout.bad_steps import explain_failures
+
+            is_episode = episodes.sum() >= services.sum()
+            said = gather_objects(self._failures.get(bool(is_episode), ""), self._group)
+            counts = int(episodes.sum()), int(services.sum()), len(episodes)
+            raise explain_failures(counts, what, most, said, parts if others is None else (), others or {})
         return float(episodes.mean())
 
     def sampling(self, temperature: float | None = None, config: RunConfig | None = None) -> SamplingConfig:
@@ -516,6 +514,15 @@ class Collector:
         """Stop the workers of reward sources and close the engine."""
         self._rewards.scorer.close()
         self.generator.close()
+
+
+def is_bad_step(episodes: np.ndarray, services: np.ndarray, most: float) -> bool:
+    """Return whether a larger share than `most` of the episodes or of the rewards failed, or (if below 1) all did.
+
+    Args:
+        episodes: bool per response, its episode failed; services: its reward service failed.
+    """
+    return max(episodes.mean(), services.mean()) > most or bool(most < 1 and (episodes | services).all())
 
 
 def find_informative(headers: Headers, metric: str | None) -> list[bool]:

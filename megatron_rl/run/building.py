@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -295,6 +296,7 @@ class RunSinks:
     timers: PhaseTimers = field(default_factory=PhaseTimers)
     progress: RolloutProgress = field(default_factory=RolloutProgress)
     trace: Path | None = None
+    starting: Callable[[str], AbstractContextManager[Any]] = nullcontext  # shows a part of the start by its name
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from megatron_rl import __version__
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.run.loading import LoadedConfig, load_config
 from megatron_rl.types import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
-    EXIT_USER_ERROR,
     Preempted,
     UserError,
     reported_code,
@@ -78,6 +78,8 @@ def run_command(
             if problem is not None:
                 raise problem
             return 0
+        what = "command line" if recipe is None else recipe
+        _say(f"megatron_rl {__version__}: {what}, {os.environ.get('WORLD_SIZE', '1')} rank(s); reading model and data")
         run(loaded, recipe)
     except (Exception, KeyboardInterrupt) as error:
         if loaded is not None and isinstance(error, UserError) and reported_code(error) is None:
@@ -103,15 +105,14 @@ def end_program(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         _say("stopped: interrupted from the keyboard", sys.stderr)
         return EXIT_INTERRUPTED
-    is_user_error = isinstance(error, UserError)
-    text = str(error) if is_user_error else "".join(["\n", *traceback.format_exception(error)]).rstrip()
+    text = str(error) if isinstance(error, UserError) else "".join(["\n", *traceback.format_exception(error)]).rstrip()
     _say(f"error: {text}", sys.stderr)
     if not _is_first():
         # torchrun ends all ranks when one has ended, so rank 0 must have printed by then. If rank 0 found no error
         # (a file is missing on this node only), this rank survives the wait and prints by itself.
         time.sleep(_PATIENCE_SECONDS)
         _say(f"error on rank {os.environ['RANK']}: {text}", sys.stderr, on_all=True)
-    return EXIT_USER_ERROR if is_user_error else EXIT_FAILED
+    return error.exit_code if isinstance(error, UserError) else EXIT_FAILED
 
 
 def leave(code: int) -> NoReturn:
@@ -155,6 +156,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], Path | None, list[
             names = [name for name in argv[place + 1 : place + 2] if name[:1] not in ("", "-") and "=" not in name]
             flags["--help"] = names[0] if names and not Path(names[0]).is_file() else ""
             del argv[place : place + 1 + bool(flags["--help"])]
+    argv = ["observability.explain=true" if argument == "--explain" else argument for argument in argv]
     for flag in ("--dry-run", "--json"):
         if flag in argv:
             argv.remove(flag)

@@ -19,8 +19,6 @@ import torch
 
 from megatron_rl.algorithms.losses import AdaptiveKL, has_importance_weights, measure_for_target
 from megatron_rl.config.schema import AlgorithmConfig, RunConfig
-from megatron_rl.config.sections import format_ranks
-from megatron_rl.engines.build import describe_engine
 from megatron_rl.extension.registry import OBJECT
 from megatron_rl.observability.metrics import TokenTexts
 from megatron_rl.observability.progress import StepProfiler
@@ -44,16 +42,17 @@ from megatron_rl.samples.experience import (
     describe_rollouts,
     describe_sources,
     describe_staleness,
+    describe_tokens,
     describe_updates,
     measure_kl,
     rollout_row,
     text_rows,
 )
-from megatron_rl.training.fast_path import find_fast_paths, format_table
-from megatron_rl.types import UserError
+from megatron_rl.types import BadStep, UserError
 
 if TYPE_CHECKING:
     from megatron_rl.capsule.recorder import CapsuleRecorder
+    from megatron_rl.rollout.bad_steps import SilentSteps
 
 
 class Trainer:
@@ -176,6 +175,8 @@ class Trainer:
         weights = next(iter(plans)).weights_at(step)  # gdpo takes them, whose sources have one reward
         found = compute_advantages(samples, batch, algorithm, group, *turns, weights)
         self.run.count({name: float(value) for name, value in found.metrics.items()})
+        described = {"advantages": found.advantages, "returns": found.returns, "values": batch.values}
+        self.run.count(describe_tokens(described, batch.loss_mask, group))
         chosen = choose_tokens(replace(batch, advantages=found.advantages), algorithm, group)
         return tuple(self.policy.as_column(samples, values) for values in (found.advantages, found.returns, chosen))
 
@@ -202,6 +203,8 @@ class Trainer:
             found |= describe_mixture(headers, samples.prompts, self.inputs.reward_plans, step)
         else:
             found |= self.inputs.reward_plans[""].describe_weights(step)
+        if self.silence:
+            self.silence.add(found["reward/uninformative_groups"] == 1)
         self.run.count(found | samples.pack(self.policy.packer).metrics)
         if step == 1:
             from megatron_rl.rewards.silence import explain_silence
@@ -254,18 +257,29 @@ class Trainer:
             partial(memory_in_use, self.process.device), self.profiler.phase if self.profiler.is_used else None
         )
         progress = self.run.follow_rollouts(open_store("rollouts", world()))
-        sinks = RunSinks(timers, progress, self.run.dir / "schedule")
+        if self.process.rank == 0:
+            from megatron_rl.observability.throughput import Throughput, find_peak
+
+            shape, peak = inputs.roles["actor"].shape, find_peak(self.process.device)
+            self.run.follow_speed(Throughput(self.plan, shape, peak))
+        sinks = RunSinks(timers, progress, self.run.dir / "schedule", self.run.starting)
         self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
         self.teachers = made.teachers
         self.kl: AdaptiveKL | None = None
         if (algorithm := config.algorithm).kl_controller == "adaptive":
             self.kl = AdaptiveKL(algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
+        self.silence: SilentSteps | None = None
+        if trainer.max_silent_steps is not None:
+            from megatron_rl.rollout.bad_steps import SilentSteps
+
+            self.silence = SilentSteps(trainer.max_silent_steps)
+        further = {name: part for name, part in (("kl", self.kl), ("silence", self.silence)) if part is not None}
         self.trained = made.trained
         self.checkpoints = Checkpoints(
             config,
             opened,
-            replace(made.state, parts={**made.state.parts, **({} if self.kl is None else {"kl": self.kl})}),
+            replace(made.state, parts={**made.state.parts, **further}),
             export=self.policy.export,
             total_steps=self.total_steps,
         )
@@ -300,9 +314,19 @@ class Trainer:
         try:
             with self.guard.reporting():
                 self.run.log.info("run directory: %s", self.run.dir)
-                for line in describe_run(self.config, self.inputs, self.primitives, self.process.device):
-                    self.run.log.info("%s", line)
-                yield
+                from megatron_rl.run.summary import describe_run, explain_run
+
+                for note in self.inputs.notes:
+                    self.run.log.info("note: %s", note)
+                rows = describe_run(self.config, self.inputs, self.primitives, self.process.device)
+                self.run.describe(rows, explain_run(self.config, self.inputs))
+                try:
+                    yield
+                except BadStep as error:
+                    if error.metrics:  # else the step has its record
+                        self.run.count(error.metrics)
+                        self.run.record(self.run.timers.step)
+                    raise
         except UserError:
             self.checkpoints.commit()  # every rank raised it: a save in progress can be finished
             raise
@@ -334,6 +358,8 @@ class Trainer:
                     is_best = run.is_best(self.validate(step), trainer.best_metric)
                 self.checkpoints.end_step(step, is_best)
             run.record(step)
+            if self.silence:
+                self.silence.check(step)
             self.checkpoints.safe_point()
         self.checkpoints.finish()
         run.finish()
@@ -433,49 +459,3 @@ def load(model: Any = None, config: Any = None, overrides: Sequence[str] = (), *
     """
     prepared = prepare(model, config, overrides, passed)
     return build_primitives(prepared.config, prepared.inputs, prepared.parts, prepared.join(), RunSinks())
-
-
-def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, device: torch.device) -> Iterator[str]:
-    """Yield lines that describe a run and its data at the start."""
-    plan, hybrid, train = inputs.plan, primitives.policy.hybrid, inputs.train
-    yield from (f"note: {note}" for note in inputs.notes)
-    why = inputs.spec.why_recompute
-    yield (
-        f"algorithm: {config.algorithm.adv_estimator}, {config.algorithm.policy_loss} loss; old_logprobs of "
-        + (f"a forward pass of their own: {why}" if why else "the update's first pass")
-    )
-    for role in inputs.roles.values():
-        where, is_actor = _describe_ranks(role.layout.ranks, plan.world_size), role.spec.name == "actor"
-        what = f", {config.model.dtype}, {config.model.transformer_impl} layers on {device}" if is_actor else ""
-        if where or role.spec.name != "reference":
-            yield f"{role.spec.title}: {role.layout.describe()}{where}{what}"
-    modes = describe_engine(config.rollout, device, config.actor.router_replay == "engine")
-    engines = config.placement.ranks_of("rollout", plan.world_size)
-    yield (
-        f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of "
-        f"{'the actor, rank(s) ' if plan.engine_is_actor else 'tp='}{plan.engine_ranks}"
-        f"{_describe_ranks(engines, plan.world_size)}{modes and '; ' + modes}"
-    )
-    if k := config.schedule.max_staleness:
-        yield (
-            f"schedule: responses begin up to {k} step(s) ahead; at most {(1 + k) * plan.rollouts_per_step} have begun "
-            f"and were not learned from; updates {config.schedule.updates}, order {config.schedule.order}"
-        )
-    yield f"stop tokens: {', '.join(map(str, inputs.stop_token_ids))}"
-    stats = hybrid.reshard_stats
-    yield (
-        f"weights: transport {hybrid.transport}; per switch {stats.bytes_moved:,} bytes moved, "
-        f"{stats.bytes_copied:,} copied inside a rank, {stats.bytes_aliased:,} aliased; "
-        f"verify {config.hybrid.verify}"
-    )
-    yield f"prompts: {len(train.prompts)} ({train.num_truncated} truncated, {train.num_dropped} dropped)"
-    table = format_table(
-        find_fast_paths(
-            config.actor, config.model.dtype, config.model.transformer_impl, plan.dp_size, config.rollout.bitwise
-        )
-    )
-    yield from (f"  {line}" for line in (*table, *plan.formulas()))
-
-
-def _describe_ranks(ranks: range, world_size: int) -> str:
-    return f" on rank(s) {format_ranks(ranks)}" if len(ranks) < world_size else ""

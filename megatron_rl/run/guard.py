@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.observability.progress import PhaseTimers, append_to_log, show_error
-from megatron_rl.types import EXIT_FAILED, EXIT_USER_ERROR, Preempted, UserError, mark_reported, reported_code
+from megatron_rl.types import EXIT_FAILED, Preempted, UserError, mark_reported, reported_code
 
 if TYPE_CHECKING:
     from megatron_rl.observability.failures import Position
@@ -119,7 +119,7 @@ class Guard:
             recent = describe_collectives()
         lines = [*traceback.format_exception(error), *(f"collective: {x}\n" for x in recent)]
         append_to_log(log_file, "".join(lines))
-        code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
+        code = error.exit_code if isinstance(error, UserError) else EXIT_FAILED
         try:
             if watchdog is None:
                 show_error(describe(), log_file)

@@ -46,6 +46,7 @@ _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [sec
                        a verl recipe asks for, else 1)
   --gpu-memory-gib G   with --dry-run: refuse what does not fit into GPUs of G GiB, with what would
   --gpus-per-node N    with --gpu-memory-gib (default: 8, or all ranks where there are fewer)
+  --explain            print at the start how sizes follow from each other and which kernels are in use
   --help [SECTION]     this text with every setting, or a section's settings alone (--help rollout); with a recipe or
                        algorithm.plugins, also its plugins' own
 """

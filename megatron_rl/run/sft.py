@@ -130,19 +130,19 @@ def train_sft(
         with trainer.guard.reporting():
             say, data = trainer.run.log.info, inputs.data
             say("run directory: %s", trainer.run.dir)
-            say(
-                "actor: %s, %s, %s layers on %s",
-                inputs.actor.layout.describe(),
-                config.model.dtype,
-                trainer.actor.model.transformer_impl,
-                trainer.process.device,
-            )
             for line in commits:
                 say("%s", line)
-            truncated, dropped = data.num_truncated, data.num_dropped
-            say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), truncated, dropped)
-            for line in trainer.plan.formulas():
-                say("  %s", line)
+            actor, made = inputs.actor, trainer.actor.model.transformer_impl
+            rows = [
+                ("model", f"{actor.path}, {config.model.dtype}, {made} layers on {trainer.process.device}"),
+                ("actor", actor.layout.describe()),
+                (
+                    "examples",
+                    f"{len(data.examples)} ({data.num_truncated} prompts truncated, {data.num_dropped} dropped)",
+                ),
+                ("steps", f"{trainer.total_steps} of {config.data.train_batch_size} examples"),
+            ]
+            trainer.run.describe(rows, trainer.plan.formulas())
             trainer.train()
     except UserError:
         trainer.checkpoints.commit()  # it was raised on every rank alike

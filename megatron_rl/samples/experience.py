@@ -9,6 +9,7 @@ Every rank has all headers. Tokens stay on the ranks that generated them, and ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -489,8 +490,9 @@ def loss_inputs(batch: TrainBatch) -> PolicyLossInputs:
 
 
 def describe_rollouts(headers: Headers) -> dict[str, float]:
-    """Compute the reward and length metrics of one step, averaged over (rewarded) rollouts; `tokens/...` are sums."""
+    """Compute the reward and length metrics of one step, over its (rewarded) rollouts; `tokens/...` are sums."""
     rollouts = headers.rollouts
+    lengths, prompts = headers.sum_per_rollout(headers.num_response_tokens), rollouts["num_prompt_tokens"]
     groups, everywhere = headers.split_rewarded(rollouts["reward"]), np.ones(len(rollouts), bool)
     components = {
         name: np.nan_to_num(rollouts.component(name))[everywhere if name == SERVICE_FAILURES else rollouts.has_reward]
@@ -498,17 +500,50 @@ def describe_rollouts(headers: Headers) -> dict[str, float]:
     }
     return {
         "reward/mean": _mean(np.concatenate(groups)),
+        **{f"reward/{name}": value for name, value in _spread(np.concatenate(groups)).items()},
         f"reward/{RESTATES}": 0.0,  # default, replaced below if a rollout has the component
         **{f"reward/{name}": _mean(values) for name, values in components.items()},
         "reward/uninformative_groups": float(np.mean([not len(rewards) or np.ptp(rewards) == 0 for rewards in groups])),
         "response/truncated": float(np.mean(rollouts["finish_reason"] == FINISH_REASONS.index("length"))),
-        "tokens/prompt": float(rollouts["num_prompt_tokens"].sum()),
+        **{f"response/length_{name}": value for name, value in _spread(lengths, "mean", "min", "max").items()},
+        **{f"prompt/length_{name}": value for name, value in _spread(prompts, "mean", "min", "max").items()},
+        "tokens/prompt": float(prompts.sum()),
         "tokens/response": float(headers.num_response_tokens.sum()),
     }
 
 
 def _mean(values: np.ndarray) -> float:
     return float(np.mean(values)) if len(values) else float("nan")
+
+
+def _spread(values: np.ndarray, *names: str) -> dict[str, float]:
+    return {name: float(getattr(np, name)(values)) for name in names or ("std", "min", "max") if len(values)}
+
+
+def describe_tokens(
+    columns: Mapping[str, torch.Tensor | None], loss_mask: torch.Tensor, group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Compute `<name>/mean`, `std`, `min` and `max` of columns over the tokens in the loss; collective.
+
+    Args:
+        columns: [t] of this rank by name; `None` is left out.
+    """
+    sums, ends, ops = {}, {}, dist.ReduceOp
+    for name, values in columns.items():
+        if values is not None:
+            kept = values[loss_mask].double()
+            powers = len(kept), *torch.stack([kept.sum(), kept @ kept]).tolist()
+            sums |= {f"{name}/{power}": value for power, value in enumerate(powers)}
+            low, high = torch.stack(kept.aminmax()).tolist() if len(kept) else (math.inf, -math.inf)
+            ends |= {f"{name}/min": -low, f"{name}/max": high}
+    sums, ends = (reduce_scalars(x, op, group, loss_mask.device) for x, op in ((sums, ops.SUM), (ends, ops.MAX)))
+    found = {}
+    for name in (name for name, values in columns.items() if values is not None and sums[f"{name}/0"]):
+        count, total, squares = (sums[f"{name}/{power}"] for power in range(3))
+        mean = total / count
+        found |= {f"{name}/mean": mean, f"{name}/std": math.sqrt(max(squares / count - mean * mean, 0.0))}
+        found |= {f"{name}/min": -ends[f"{name}/min"], f"{name}/max": ends[f"{name}/max"]}
+    return found
 
 
 def describe_staleness(headers: Headers, version: int, optimizer_steps: int) -> dict[str, float]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""metrics.jsonl, read back, and the console line."""
+"""metrics.jsonl, read back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megatron_rl.observability.metrics import MetricsFile, encode_record, plain_record, read_metrics, set_aside
-from megatron_rl.observability.progress import format_console_line
 from megatron_rl.types import UserError
 
 
@@ -64,30 +63,6 @@ def test_what_came_after_the_checkpoint_of_a_resumed_run_is_set_aside(tmp_path: 
     assert set_aside(tmp_path, -1) == second
     assert (tmp_path / "metrics.jsonl").read_text() == "" and list((tmp_path / "rollouts").iterdir()) == []
     assert (second / "metrics.jsonl").read_text() == "".join(lines[:2])
-
-
-def test_console_line() -> None:
-    metrics = {
-        "reward/mean": 0.41237,
-        "validation/math/accuracy": 0.5,
-        "kl/mean": 1.23e-3,
-        "policy/clip_fraction": 0.0125,
-        "policy/grad_norm": 0.8412,
-        "mismatch/max": 0.012,
-        "tokens/per_second": 1234.6,
-        "time/step": 3.5,
-        "time/update": 1.0,
-        "time/rollout": 2.0,
-    }
-    assert format_console_line(7, 100, metrics) == (
-        "step   7/100 | reward 0.4124 | val math 0.5000 | kl 1.23e-03 | clip 0.0125 | grad 0.841 | "
-        "mismatch 1.2e-02 | tok/s 1,235 | 3.50 s: rollout 2.00 update 1.00"
-    )
-
-
-def test_console_line_of_step_zero_shows_validation_only() -> None:
-    metrics = {"validation/toy/accuracy": 0.25, "time/validation": 1.5}
-    assert format_console_line(0, 9, metrics) == "step 0/9 | val toy 0.2500 | s: validation 1.50"
 
 
 def test_step_is_no_metric() -> None:

@@ -19,7 +19,8 @@ import pytest
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.observability.progress import LINE_SECONDS, Pace, ProgressDisplay, RolloutCount, RolloutProgress
+from megatron_rl.observability.console import LINE_SECONDS, ProgressDisplay
+from megatron_rl.observability.progress import Pace, RolloutCount, RolloutProgress
 from megatron_rl.parallel.collectives import open_store
 
 ROOT = Path(__file__).resolve().parents[2]

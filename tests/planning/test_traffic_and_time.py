@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_rl.observability.throughput import count_operations
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.memory import compute_memory
@@ -24,7 +25,6 @@ from tools.planning.communication import (
     Traffic,
     build_workload,
     compute_bubble,
-    count_operations,
     link_of,
     list_traffic,
     predict_step,

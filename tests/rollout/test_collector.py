@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.rollout.collector import find_informative
+from megatron_rl.rollout.collector import find_informative, is_bad_step
 from megatron_rl.samples.table import Headers, build_headers, join_headers
 from megatron_rl.types import Prompt, Rollout, UserError
 
@@ -51,6 +51,23 @@ def make_group(rewards: list[float], failed: tuple[int, ...] = (), **components:
 )
 def test_groups_that_teach_something(group: Headers, metric: str | None, expected: bool) -> None:
     assert find_informative(group, metric) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("episodes", "services", "most", "expected"),
+    [
+        ([1, 1, 0, 0], [0, 0, 0, 1], 0.5, False),
+        ([1, 1, 1, 0], [0, 0, 0, 0], 0.5, True),
+        ([0, 0, 0, 0], [0, 1, 1, 1], 0.5, True),
+        ([1, 1, 0, 0], [0, 0, 1, 1], 0.5, True),  # no response has a reward, though neither share is above half
+        ([1, 1, 1, 1], [0, 0, 0, 0], 0.99, True),
+        ([1, 1, 0, 0], [0, 0, 1, 1], 1.0, False),
+    ],
+)
+def test_steps_of_which_too_much_has_failed(
+    episodes: list[int], services: list[int], most: float, expected: bool
+) -> None:
+    assert is_bad_step(np.array(episodes, bool), np.array(services, bool), most) is expected
 
 
 def test_a_metric_that_the_reward_does_not_report_is_refused() -> None:

@@ -414,7 +414,9 @@ def test_a_run_ends_with_the_traceback_of_an_environment_that_keeps_failing(
     count, step = map(int, found.groups())
     assert (count, step) == (32, 2) if ranks == "01" else count > 8 and step in (2, 3)
     records = read_records(tmp_path / "run")
-    assert [record["step"] for record in records] == [*range(1, step)] and records[0]["agents/failed"] == 0.0
+    assert [record["step"] for record in records] == [*range(1, step + 1)] and records[0]["agents/failed"] == 0.0
+    assert records[-1]["agents/failed"] == count / 32 and "time/update" not in records[-1]
+    assert (records[-1]["reward/mean"] is None) == (count == 32)
     assert max(number for number, _ in list_steps(tmp_path / "run/checkpoints")) == step - 1
 
 

@@ -10,9 +10,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from sample_rollouts import make_prompt, make_rollout
 
-from megatron_rl.samples.experience import choose_logged, describe_rollouts, describe_sources, describe_staleness
+from distributed import run_ranks
+from megatron_rl.parallel.collectives import world
+from megatron_rl.samples.experience import (
+    choose_logged,
+    describe_rollouts,
+    describe_sources,
+    describe_staleness,
+    describe_tokens,
+)
 from megatron_rl.samples.table import Headers, build_headers
 
 GROUPS, GROUP_SIZE = 6, 4
@@ -98,6 +107,15 @@ def test_metrics_by_hand() -> None:
     headers = build_headers(rollouts, holder=0)
     assert describe_rollouts(headers) == {
         "reward/mean": pytest.approx(4 / 6),
+        "reward/std": pytest.approx(np.std([0.5, 0.5, 0.0, 2.0, 1.0, 0.0])),
+        "reward/min": 0.0,
+        "reward/max": 2.0,
+        "response/length_mean": pytest.approx(17 / 6),
+        "response/length_min": 1.0,
+        "response/length_max": 5.0,
+        "prompt/length_mean": 3.0,
+        "prompt/length_min": 2.0,
+        "prompt/length_max": 4.0,
         "reward/restates_prompt": 0.0,
         "reward/uninformative_groups": pytest.approx(1 / 3),
         "response/truncated": pytest.approx(1 / 6),
@@ -106,3 +124,21 @@ def test_metrics_by_hand() -> None:
     }
     staleness = describe_staleness(headers, version=9, optimizer_steps=2)
     assert staleness == {"schedule/staleness_mean": pytest.approx((3 + 5) / 6), "schedule/staleness_max": 3.0}
+
+
+def _describe_share(rank: int, world_size: int) -> dict[str, float]:
+    """Three tokens in the loss, one of rank 0 and two of rank 1; one that is not."""
+    values = [torch.tensor([2.0, 9.0]), torch.tensor([-1.0, 5.0])][rank]
+    mask = [torch.tensor([True, False]), torch.tensor([True, True])][rank]
+    return describe_tokens({"advantages": values, "returns": None}, mask, world())
+
+
+def test_columns_are_described_over_the_tokens_in_the_loss_of_all_ranks() -> None:
+    numbers = [2.0, -1.0, 5.0]
+    expected = {
+        "advantages/mean": 2.0,
+        "advantages/std": np.std(numbers),
+        "advantages/min": -1.0,
+        "advantages/max": 5.0,
+    }
+    assert run_ranks(_describe_share, 2) == [pytest.approx(expected)] * 2

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig
+from megatron_rl.observability.throughput import count_operations
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Cluster, Job
 from megatron_rl.planning.memory import RankMemory, count_gathered, count_role_bytes, find_smallest_cache
@@ -379,18 +380,6 @@ def count_step_microbatches(work: Workload, layout: ParallelLayout, section: Lay
     """Return the microbatches per optimizer step and rank."""
     per_step = work.tokens * work.passes / work.optimizer_steps / layout.dp_size
     return max(1, -(-per_step // section.max_tokens_per_microbatch))
-
-
-def count_operations(shape: ModelShape, length: float, stages: int = 1) -> float:
-    """Return operations per token of a forward pass through a sequence of `length` tokens.
-
-    With a pipeline of `stages`, the last stage's operations times `stages`: the other stages wait for its head.
-    """
-    h, scored = shape.hidden_size, shape.num_heads * (shape.head_dim + shape.value_dim)
-    layer = shape.attention_elements + 3 * h * shape.active_columns + h * shape.num_experts
-    head = 0 if shape.has_score_head else h * shape.vocab_size
-    attending = shape.num_layers - len(shape.delta_layers)
-    return 2 * (shape.num_layers * layer + stages * head) + attending * scored * length
 
 
 def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed: Assumptions) -> float:

@@ -161,6 +161,8 @@ class Actor(LanguageModel):
             "policy/lr": result.lr,
             "policy/entropy": totals["entropy"] / tokens,
             "policy/clip_fraction": totals["clipped"] / tokens,
+            "policy/clip_fraction_low": totals["clipped_low"] / tokens,
+            "policy/clip_fraction_high": (totals["clipped"] - totals["clipped_low"]) / tokens,
             "policy/ratio_max_deviation": totals["max/deviation"],
             "kl/mean": totals["kl"] / tokens,
             **({"distill/kl": totals["divergence"] / tokens} if "divergence" in totals else {}),

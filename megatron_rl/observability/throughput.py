@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Throughput of a step: tokens per second and GPU, and the share of the GPUs' peak operations (MFU)."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.config.batch_plan import BatchPlan
+from megatron_rl.observability.metrics import Record
+from megatron_rl.weights.families import ModelShape
+
+# Name of a GPU -> dense operations per second in bfloat16, from the data sheets of NVIDIA and AMD.
+_PEAKS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H20": 148e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "MI325": 1307e12,
+    "MI300": 1307e12,
+}
+_FORWARDS = ("old_logprobs", "ref_logprobs")  # phases of one pass without a backward pass
+
+
+class Throughput:
+    """Speed of the phases of a step, as metrics.
+
+    Args:
+        peak: operations per second of a GPU; `None` leaves out `mfu/...`.
+    """
+
+    def __init__(self, plan: BatchPlan, shape: ModelShape, peak: float | None) -> None:
+        self._plan, self._shape, self._peak = plan, shape, peak
+
+    def __call__(self, record: Record) -> dict[str, float]:
+        """Compute `throughput/<phase>` and `mfu/<phase>` of update, rollout and step.
+
+        Operations are those of whole sequences: as if no rollouts shared a prompt, without recomputation and padding.
+
+        Args:
+            record: metrics and seconds of the step.
+        """
+        plan = self._plan
+        sampled, prompts = record.get("tokens/response") or 0.0, record.get("tokens/prompt") or 0.0
+        tokens, ranks = sampled + prompts, plan.num_engines * plan.engine_ranks
+        length = tokens / plan.rollouts_per_step
+        passes = 3.0 * plan.ppo_epochs
+        forwards = sum(f"time/{phase}" in record for phase in _FORWARDS)
+        amounts = {  # phase -> tokens, forward passes of all tokens, ranks
+            "update": (tokens * plan.ppo_epochs, passes, plan.actor_ranks),
+            "rollout": (sampled, 1.0, ranks),
+            "step": (tokens, passes + 1.0 + forwards, plan.world_size),
+        }
+        operations, found = count_operations(self._shape, length) * tokens, dict[str, float]()
+        for phase, (count, weight, size) in amounts.items():
+            if seconds := record.get(f"time/{phase}"):
+                found[f"throughput/{phase}"] = count / seconds / size
+                if self._peak is not None:
+                    found[f"mfu/{phase}"] = weight * operations / seconds / size / self._peak
+        return found
+
+
+def find_peak(device: torch.device) -> float | None:
+    """Return the dense bfloat16 operations per second of a device; `None` for a CPU or a GPU that is not listed."""
+    return read_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def read_peak(name: str) -> float | None:
+    """Return the dense bfloat16 operations per second of a GPU by its name; `None` for one that is not listed."""
+    return next((peak for known, peak in _PEAKS.items() if all(word in name for word in known.split())), None)
+
+
+def count_operations(shape: ModelShape, length: float, stages: int = 1) -> float:
+    """Return operations per token of a forward pass through a sequence of `length` tokens.
+
+    With a pipeline of `stages`, the last stage's operations times `stages`: the other stages wait for its head.
+    """
+    h, scored = shape.hidden_size, shape.num_heads * (shape.head_dim + shape.value_dim)
+    layer = shape.attention_elements + 3 * h * shape.active_columns + h * shape.num_experts
+    head = 0 if shape.has_score_head else h * shape.vocab_size
+    attending = shape.num_layers - len(shape.delta_layers)
+    return 2 * (shape.num_layers * layer + stages * head) + attending * scored * length
