@@ -106,9 +106,7 @@ def compute_policy_loss(
         return (loss_weights * torch.where(mask, per_token, 0.0)).sum()
 
     token_loss, is_clipped, reported = _call_policy_loss(tokens, config)
-    if importance_weights is not None:
-        token_loss = token_loss * importance_weights
-    policy = weighted_sum(token_loss)
+    policy = weighted_sum(token_loss if importance_weights is None else token_loss * importance_weights)
     kl = nothing = torch.zeros_like(policy)
     if ref_logprobs is not None:
         kl = compute_kl(tokens.logprobs, torch.where(mask, ref_logprobs, 0.0), config.kl_type)

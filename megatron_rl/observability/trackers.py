@@ -187,9 +187,9 @@ class Swanlab(Tracker):
         swanlab = importlib.import_module("swanlab")
         swanlab.init(
             project=self.project,
-            experiment_name=self.name,
+            name=self.name,
             config=dict(config),
-            logdir=str(run_dir / "swanlog"),
+            log_dir=str(run_dir / "swanlog"),
             mode=os.environ.get("SWANLAB_MODE", "offline"),
         )
         return swanlab

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from megatron_rl.weights.shard_box import ShardBox
 
 T = TypeVar("T")
+Starting = Callable[[str], AbstractContextManager[Any]]  # shows a part of the start by its name
 
 
 def launched_sizes() -> tuple[int, int]:
@@ -86,7 +87,7 @@ def check_agreement(chosen: list[str]) -> None:
         )
 
 
-def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, Any]:
+def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts, starting: Starting) -> dict[str, Any]:
     """Build the roles of an RL run by name; roles of equal layout share process groups. Collective."""
     groups: dict[ParallelLayout, ParallelGroups | None] = {}
     roles: dict[str, Any] = {}
@@ -112,7 +113,8 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
             # Steps of `critic_warmup` do not update the policy.
             skipped = warmup if "critic" in inputs.roles and name != "critic" else 0
             updates = max((inputs.plan.total_steps or 0) - skipped, 0) * inputs.plan.optimizer_steps_per_step
-            roles[name] = build_role(config, role, mine, updates, make, learned)
+            with starting(f"loading weights: {role.spec.title}"):
+                roles[name] = build_role(config, role, mine, updates, make, learned)
     if "mtp" in roles:
         from megatron_rl.training.roles.mtp import list_inputs
 
@@ -296,7 +298,7 @@ class RunSinks:
     timers: PhaseTimers = field(default_factory=PhaseTimers)
     progress: RolloutProgress = field(default_factory=RolloutProgress)
     trace: Path | None = None
-    starting: Callable[[str], AbstractContextManager[Any]] = nullcontext  # shows a part of the start by its name
+    starting: Starting = nullcontext
 
 
 @dataclass(frozen=True)
@@ -352,7 +354,8 @@ def build_rollout_members(
         tokenizer = str(config.model.tokenizer or find_model_files(config.model.path))
         episodes = choose_episodes(config, tokenizer, inputs.stop_token_ids, config.trainer.debug_rank == process.rank)
     further = inputs.stop, inputs.thoughts, episodes
-    hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, *further)
+    with run.starting(f"starting {config.rollout.engine}"):
+        hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, *further)
     for role in (roles[name] for name in ("critic", "mtp") if name in roles):
         hybrid.release_first(role.optimizer.release)
 

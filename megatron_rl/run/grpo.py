@@ -258,7 +258,7 @@ class Trainer:
         )
         progress = self.run.follow_rollouts(open_store("rollouts", world()))
         if self.process.rank == 0:
-            from megatron_rl.observability.throughput import Throughput, find_peak
+            from megatron_rl.planning.throughput import Throughput, find_peak
 
             shape, peak = inputs.roles["actor"].shape, find_peak(self.process.device)
             self.run.follow_speed(Throughput(self.plan, shape, peak))

@@ -224,11 +224,9 @@ def build_primitives(
     spec, timers = inputs.spec, sinks.timers
     if not parts.rollouts and process.rank in config.placement.ranks_of("rollout", process.world_size):
         import_library(config.rollout.engine, process.device)
-    with sinks.starting("loading weights"):
-        roles = build_roles(config, inputs, parts)
+    roles = build_roles(config, inputs, parts, sinks.starting)
     reference, critic = roles.get("reference"), roles.get("critic")
-    with sinks.starting(f"starting {config.rollout.engine}"):
-        sampling = build_rollout_members(config, inputs, roles, process, sinks, parts)
+    sampling = build_rollout_members(config, inputs, roles, process, sinks, parts)
     packers = {
         name: Packer(roles[name].model, spec.roles[name].settings, inputs.plan, config.algorithm, process.device)
         for name in spec.roles

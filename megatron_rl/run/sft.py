@@ -134,7 +134,7 @@ def train_sft(
                 say("%s", line)
             actor, made = inputs.actor, trainer.actor.model.transformer_impl
             rows = [
-                ("model", f"{actor.path}, {config.model.dtype}, {made} layers on {trainer.process.device}"),
+                ("model", f"{config.model.path}, {config.model.dtype}, {made} layers on {trainer.process.device}"),
                 ("actor", actor.layout.describe()),
                 (
                     "examples",

@@ -57,7 +57,9 @@ def describe_run(
         f"{plan.train_batch_size} prompts x {plan.group_size} responses of at most {plan.max_response_length} tokens, "
         f"{plan.optimizer_steps_per_step} optimizer step(s)",
     )
-    epochs = f" ({plan.total_steps / plan.steps_per_epoch:.2g} epochs)" if plan.steps_per_epoch else ""
+    epochs = (
+        f" ({plan.total_steps / plan.steps_per_epoch:.2g} epochs)" if plan.total_steps and plan.steps_per_epoch else ""
+    )
     often, saves = config.trainer.test_freq, config.trainer.save_freq
     yield (
         "steps",

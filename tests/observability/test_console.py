@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_rl import __version__
 from megatron_rl.observability.console import (
     ProgressDisplay,
     format_console_line,
@@ -102,3 +105,24 @@ def test_the_end_names_the_checkpoint_and_two_commands(tmp_path: Path) -> None:
     checkpoint, _, evaluate = list_next_commands(tmp_path)
     assert checkpoint == f"checkpoint: {tmp_path}/checkpoints/step_4"
     assert evaluate == f"evaluate the policy: python tools/evaluate.py {tmp_path}/config.yaml model.path={tmp_path}"
+
+
+PROGRAM = """
+import sys
+from megatron_rl.run.command_line import run_command
+from megatron_rl.run.inputs import plan_rl, read_rl_inputs
+
+def run(loaded, recipe):
+    print("torch" in sys.modules, loaded.config.observability.explain)
+
+sizes = ["data.train_batch_size=8", "actor.ppo_mini_batch_size=8"]
+arguments = ["model.path=m", "data.train_files=[x]", *sizes, "--explain"]
+sys.exit(run_command(arguments, name="x", description="", build_plan=plan_rl, read_inputs=read_rl_inputs, run=run))
+"""
+
+
+def test_the_first_line_comes_before_heavy_libraries() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    first, second = done.stdout.splitlines()
+    assert first == f"megatron_rl {__version__}: command line, 1 rank(s); reading model and data"
+    assert second == "False True", "torch is not imported yet, and --explain is a setting"

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.observability.throughput import count_operations
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.planning.parameters import Upkeep, compute_role_bytes, list_chunks
+from megatron_rl.planning.throughput import count_operations
 from megatron_rl.weights.families import ModelShape
 from planning_jobs import PREFIXED, make_job, published_shape, small_shape
 from tools.planning.communication import (

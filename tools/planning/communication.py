@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig
-from megatron_rl.observability.throughput import count_operations
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Cluster, Job
 from megatron_rl.planning.memory import RankMemory, count_gathered, count_role_bytes, find_smallest_cache
 from megatron_rl.planning.parameters import count_engine_bytes, list_chunks
 from megatron_rl.planning.role_layouts import DTYPE_BYTES
+from megatron_rl.planning.throughput import count_operations
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
 

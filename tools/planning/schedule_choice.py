@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_rl.observability.throughput import count_operations
 from megatron_rl.planning.admission import check_job, find_problem
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.memory import ENGINE_PHASES, RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.parameters import count_engine_bytes
 from megatron_rl.planning.role_layouts import DTYPE_BYTES
+from megatron_rl.planning.throughput import count_operations
 from megatron_rl.types import UserError
 from tools.planning.communication import Assumptions, build_workload, list_traffic, predict_step
 from tools.planning.engine_clock import EngineModel, StepCost

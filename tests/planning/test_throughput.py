@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.observability.throughput import Throughput, count_operations, read_peak
+from megatron_rl.planning.throughput import Throughput, count_operations, read_peak
 from megatron_rl.run.inputs import plan_rl
 from megatron_rl.run.loading import load_config
 from planning_jobs import small_shape
