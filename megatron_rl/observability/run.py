@@ -2,7 +2,7 @@
 """A run and its directory: sinks, timers, the record of a step, and alarms about the curves.
 
 <run_dir>/ metrics.jsonl config.yaml tensorboard/ wandb/ logs/rank<N>.log rollouts/ checkpoints/step_<N>/
-           summary.json curves.png status.html stopped.json wandb_id run.lock schedule/
+           summary.json curves.png status.html stopped.json wandb_id run.lock schedule/ traces/
            attempt-<n>/  metrics.jsonl, rollouts/ and config.yaml of steps that were done again
 
 Alarms are sentences with the numbers behind them. Every check compares the last `window` steps with the first window,
@@ -235,7 +235,7 @@ class Run:
 
     def follow_rollouts(self, store: Store) -> RolloutProgress:
         """Return a counter of generated responses; `store` is shared by all ranks."""
-        return RolloutProgress(store, self._show_rollout if self.is_writer else None)
+        return RolloutProgress(store, self._show_rollout if self.is_writer else None, self.timers.spans)
 
     def _show_rollout(self, count: RolloutCount | None) -> None:
         self._rollout, display = count, self._display
@@ -315,6 +315,8 @@ class Run:
             except Exception as error:
                 self.log.warning("after the error that ends the run: %s: %s", type(error).__name__, error)
         self._writer.shutdown()
+        if self.timers.spans:
+            self.timers.spans.close()
         close_rank_log(self.log)
 
     def _close_sinks(self) -> None:

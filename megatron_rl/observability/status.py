@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The status page of a run: a small read-only web server on rank 0, in threads of its own.
 
-It serves one self-contained page, which polls `status.json`; no request can name a file on disk. A Host header must be an own
-name or an address (against DNS rebinding), the path contains a secret that the run prints, and connections are limited.
+It serves one self-contained page, which polls `status.json`; no request can name a file on disk. A Host header must be
+an own name or an address (against DNS rebinding), the path contains a secret that the run prints, and connections are
+limited.
 """
 
 from __future__ import annotations

@@ -437,6 +437,10 @@ def _open_locked(
     if taken_over:
         run.log.warning("%s", taken_over)
     is_known, is_finished = share_object((has_records(run_dir), run.is_finished), group)
+    if config.observability.traces != "off" or config.observability.trace_steps:
+        from megatron_rl.observability.spans import Spans
+
+        run.timers.trace(Spans(run_dir, config.observability))
     checkpoint = choose_checkpoint(config.checkpoint.resume, run, is_known, group)
     if is_finished and (checkpoint is None or checkpoint.parent != run.checkpoints):
         raise _refuse(run_dir)
