@@ -90,7 +90,8 @@ def build_wheel(directory: Path) -> Path:
     (wheel,) = directory.glob("*.whl")
     packed, scripts = ZipFile(wheel).namelist(), "megatron_rl/scripts/"
     in_wheel = {name.removeprefix(scripts) for name in packed}
-    code = [name for name in names if name.endswith((".py", ".yaml", ".json")) and not name.startswith("launch/sglang")]
+    kinds = (".py", ".yaml", ".json", ".js", ".css", ".html", "uplot/LICENSE")
+    code = [name for name in names if name.endswith(kinds) and not name.startswith("launch/sglang")]
     assert [name for name in code if name not in in_wheel and not name.startswith("docs")] == []
     assert all(name.startswith("megatron_rl") for name in packed)  # no `tools` among the packages of others
     return wheel
