@@ -356,6 +356,7 @@ class PhaseTimers:
         self._swallowing = 0
         self.memory_probe: Callable[[], int] | None = None  # returns bytes in use, at the end of each phase
         self.annotate: Callable[[str], AbstractContextManager[None]] | None = None  # a named range for profilers
+        self.idle = "between phases"  # what happens outside of all phases
         self.step = self.num_entered = 0  # phases entered so far, in the same order on all ranks
         self.memory = 0  # last result of the probe, in bytes
         self.phases: list[str] = []  # current ones, the outermost first
@@ -411,7 +412,7 @@ class PhaseTimers:
         """Return the current phases and the seconds in the innermost one; may be called by another thread."""
         going = [item for item in zip(tuple(self.phases), tuple(self.began)) if item[0] != "step"]
         if not going:
-            return "between phases", 0.0
+            return self.idle, 0.0
         return ", ".join(name for name, _ in going), self._clock() - going[-1][1]
 
     def watch(self, role: Any, **phases: str) -> Any:

@@ -62,7 +62,7 @@ from megatron_rl.observability.progress import (
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
-    from megatron_rl.observability.status import Positions
+    from megatron_rl.observability.status import Positions, StatusPage
 
 
 STOPPED_FILE = "stopped.json"
@@ -102,6 +102,14 @@ class Run:
                 os.fsync(file.fileno())
         self.log_file = log_path(run_dir, rank)
         self.log = open_rank_log(run_dir, rank)
+        self.page: StatusPage | None = None  # from now on, since loading a model takes minutes
+        if self.is_writer and settings.status_port is not None:
+            from megatron_rl.observability.status import STATUS_FILE, StatusPage
+
+            files: dict[str, Any] = dict(file=run_dir / STATUS_FILE, log=self.log_file)
+            name, host, port = run_dir.resolve().name, settings.status_host, settings.status_port
+            self.page = StatusPage(name, host, port, now=self._describe_now, **files)
+            self.log.info("status page: %s", self.page.url)
 
     @property
     def is_finished(self) -> bool:
@@ -140,14 +148,10 @@ class Run:
         records = read_metrics(self.dir)
         for record in records:
             self._health.add(step_of(record), record)
-        if settings.status_port is not None:
-            from megatron_rl.observability.status import STATUS_FILE, StatusPage
-
-            name, host, port = self.dir.resolve().name, settings.status_host, settings.status_port
-            shown: dict[str, Any] = dict(now=self._describe_now, positions=positions, records=records)
-            page = StatusPage(name, host, port, file=self.dir / STATUS_FILE, **shown)
-            add(page)
-            self.log.info("status page: %s", page.url)
+        if self.page is not None:
+            self.page.begin(records, positions)
+            add(self.page)
+        self.timers.idle = "between phases"
         if settings.wandb != "off":
             from megatron_rl.observability.wandb_run import WandbRun
 
@@ -256,6 +260,8 @@ class Run:
             "elapsed_seconds": pace.elapsed,
             "remaining_seconds": pace.remaining,
             "rollout": rollout and asdict(rollout),
+            "updates": len(self.series.get("policy/grad_norm", ())),
+            "directory": str(self.dir),
             "warnings": read_warnings(self.log_file, _NUM_WARNINGS),
             "config": self._config_yaml,
         }
@@ -268,6 +274,8 @@ class Run:
         """Write stopped.json, for a run that is to be restarted; the restart removes the file."""
         if self.is_writer:
             replace_text(self.dir / STOPPED_FILE, json.dumps(content) + "\n")
+            if self.page is not None:
+                self.page.end("stopped", "{signal} after step {step}: the same command resumes it.".format(**content))
 
     def is_best(self, metrics: Mapping[str, float], name: str | None) -> bool:
         """Return True, and store it, if the named metric is the highest so far (UserError if it was not measured)."""
@@ -288,6 +296,8 @@ class Run:
     def finish(self) -> None:
         """Close the sinks, write the summary and the curves, and log their paths and the best last responses."""
         self.settle()
+        if self.page is not None:
+            self.page.end("finished", "")
         self._close_sinks()
         if self.is_writer:
             step, best = find_best_responses(self.dir)

@@ -414,10 +414,6 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
     lock = RunLock(run_dir)
     with failing_together(group, _explain_unwritable):
         if group.rank() == 0:
-            if config.observability.status_port is not None:
-                from megatron_rl.observability.status import check_address
-
-                check_address(config.observability.status_host, config.observability.status_port)
             run_dir.mkdir(parents=True, exist_ok=True)
             taken_over = lock.acquire()
     try:
