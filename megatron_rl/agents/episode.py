@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
@@ -87,6 +87,8 @@ class Answer:
             `failure` is valid.
         max_tokens: limit of the next reply, or `None` for the context limit.
         state: name of the state that the next reply answers (`Observation.state`); `None`: the tokens of `tail`.
+        began: when the environment began, by `time.monotonic`; 0 if it did not.
+        calls: name, start and end of its tool calls.
     """
 
     tail: Tail | None = None
@@ -97,12 +99,14 @@ class Answer:
     failure: str = ""
     max_tokens: int | None = None
     state: str | None = None
+    began: float = 0.0
+    calls: Sequence[tuple[str, float, float]] = ()
 
     @classmethod
-    def of_done(cls, done: Done, seconds: float) -> Answer:
+    def of_done(cls, done: Done, seconds: float, **times: Any) -> Answer:
         """Build the last answer of an episode."""
         reward = None if done.reward is None else float(done.reward)
-        return cls(None, reward, {name: float(value) for name, value in done.components.items()}, seconds)
+        return cls(None, reward, {name: float(value) for name, value in done.components.items()}, seconds, **times)
 
     @classmethod
     def of_error(cls) -> Answer:
@@ -151,7 +155,8 @@ def play_environment(
     found = check_answer(environment.reset(task))
     if isinstance(found, Done):
         raise TypeError("reset returned Done: an episode has at least one reply")
-    answer = Answer(transcript.begin(found.messages), seconds=time.monotonic() - started, state=found.state)
+    seconds = time.monotonic() - started
+    answer = Answer(transcript.begin(found.messages), seconds=seconds, began=started, state=found.state)
     for turn in count(1):
         tokens, finish_reason = yield answer
         _, calls = read_reply(tokenizer, setup.tool_format, tokens, task.tools)
@@ -159,10 +164,12 @@ def play_environment(
         found = check_answer(environment.step(reply))
         seconds = time.monotonic() - started
         reward = None if found.reward is None else float(found.reward)
+        made = environment.take_calls() if isinstance(environment, ToolEnvironment) else ()
+        times: dict[str, Any] = {"seconds": seconds, "began": started, "calls": made}
         if isinstance(found, Done):
-            answer = Answer.of_done(found, seconds)
+            answer = Answer.of_done(found, **times)
         elif turn == setup.max_turns:
-            answer = Answer(None, reward, seconds=seconds, finish_reason="turns")
+            answer = Answer(None, reward, finish_reason="turns", **times)
         else:
             # The i-th message of role "tool" gets the id of the i-th call, which some chat templates require.
             ids = iter([call.id for call in calls])
@@ -172,4 +179,4 @@ def play_environment(
             ]
             said = "\0".join(message["content"] for message in messages)
             state = said if found.state is None else found.state
-            answer = Answer(transcript.extend(tokens, messages), reward, seconds=seconds, state=state)
+            answer = Answer(transcript.extend(tokens, messages), reward, state=state, **times)

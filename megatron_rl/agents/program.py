@@ -82,6 +82,7 @@ class _Rank:
                 None if is_over else Tail(tokens, is_fork=True),
                 reward=0.0 if is_over else None,
                 seconds=time.monotonic() - self._since,
+                began=self._since,
                 finish_reason="turns" if is_over else None,
                 max_tokens=max_tokens,
             )
@@ -91,7 +92,7 @@ class _Rank:
         return found
 
     def end(self, done: Done) -> None:
-        self._connection.send(Answer.of_done(done, time.monotonic() - self._since))
+        self._connection.send(Answer.of_done(done, time.monotonic() - self._since, began=self._since))
 
 
 def run_program(connection: Connection, program: Program, setup: Setup, tokenizer: Tokenizer, opening: Opening) -> None:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, replace
 from functools import lru_cache
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -155,15 +156,20 @@ def _check_reward(config: CheckedConfig) -> None:
         )
 
 
+_MODULES = {"opentelemetry-exporter-otlp": "opentelemetry.exporter.otlp.proto.http.trace_exporter"}
+
+
 def _check_packages(config: CheckedConfig) -> None:
     """Check that the optional packages that the settings need are installed, on every rank."""
     for name, off, package in (
         ("observability.wandb", "off", "wandb"),
         ("trainer.debug_rank", None, "debugpy"),
         ("actor.quantization", "none", "bitsandbytes"),
+        ("observability.traces", "off", "opentelemetry-exporter-otlp"),
     ):
+        modules = accumulate(_MODULES.get(package, package).split("."), "{}.{}".format)
         config.require(
-            config.get(name) == off or importlib.util.find_spec(package) is not None,
+            config.get(name) == off or all(map(importlib.util.find_spec, modules)),
             name,
             f"needs the package {package}",
             expected=f"the package, or {render(off)}",

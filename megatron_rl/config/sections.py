@@ -269,6 +269,12 @@ class ObservabilityConfig:
     )
     wandb_project: str = option("megatron_rl", "Project in Weights & Biases and in the trackers.")
     wandb_name: str | None = option(None, "Name of the run there; default: that of the run directory.")
+    traces: Literal["off", "otlp"] = option(
+        "off", "Send spans of steps, phases, requests, episodes and tools to OpenTelemetry (docs/watching.md#traces)."
+    )
+    trace_steps: list[int] = option(
+        [], "Steps whose spans, and profile if there is one, are written to <run_dir>/traces/step_<N>.json.", "steps"
+    )
     status_port: int | None = option(
         None,
         "Port of a read-only web page about the run (0: any free port, printed); null: off.",

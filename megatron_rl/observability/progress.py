@@ -27,10 +27,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.distributed_c10d import Store
+
+if TYPE_CHECKING:
+    from megatron_rl.observability.spans import Spans
 
 _INTERVAL = 0.5  # seconds between two updates
 _WINDOW = 20  # updates that the speed is averaged over
@@ -56,10 +59,11 @@ class RolloutProgress:
     Args:
         store: shared by all ranks; `None` disables counting.
         show: on the displaying rank; called by another thread with the progress, and with `None` at the end.
+        spans: of requests and episodes, if they are recorded.
     """
 
-    def __init__(self, store: Store | None = None, show: Show | None = None) -> None:
-        self._store, self._show = store, show
+    def __init__(self, store: Store | None = None, show: Show | None = None, spans: Spans | None = None) -> None:
+        self._store, self._show, self.spans = store, show, spans
         self._generation = self._finished = self._tokens = 0
         self._added = (0, 0)
 
@@ -235,16 +239,22 @@ class PhaseTimers:
         self._swallowing = 0
         self.memory_probe: Callable[[], int] | None = None  # returns bytes in use, at the end of each phase
         self.annotate: Callable[[str], AbstractContextManager[None]] | None = None  # a named range for profilers
+        self.idle = "between phases"  # what happens outside of all phases
         self.step = self.num_entered = 0  # phases entered so far, in the same order on all ranks
         self.memory = 0  # last result of the probe, in bytes
         self.phases: list[str] = []  # current ones, the outermost first
         self.began: list[float] = []  # their starts, in seconds of the clock
+        self.spans: Spans | None = None
 
     def attach(
         self, memory_probe: Callable[[], int], annotate: Callable[[str], AbstractContextManager[None]] | None
     ) -> None:
         """Set `memory_probe` (returns bytes in use) and `annotate` (opens a profiler's range), for every phase."""
         self.memory_probe, self.annotate = memory_probe, annotate
+
+    def trace(self, spans: Spans) -> None:
+        """Record every phase as a span."""
+        self.spans = spans
 
     def begin_step(self, step: int) -> None:
         """Set the step of the phases that follow."""
@@ -258,10 +268,13 @@ class PhaseTimers:
         self.num_entered += 1
         self.phases.append(name)
         self.began.append(start)
+        span = self.spans and self.spans.begin(name, start, self.step)
         try:
             with self.annotate(name) if self.annotate else nullcontext():
                 yield
         except BaseException as error:
+            if span:
+                span.error = type(error).__name__
             if not hasattr(error, "left_phase") and name != "step":
                 vars(error)["left_phase"] = name  # for the report of the failure
             raise
@@ -269,8 +282,11 @@ class PhaseTimers:
             self.phases.pop()
             self.began.pop()
             self._swallowing -= swallow
+            end = self._clock()
+            if self.spans and span:
+                self.spans.end(span, end)
             if is_counted:
-                self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+                self._seconds[name] = self._seconds.get(name, 0.0) + end - start
                 if self.memory_probe is not None:
                     self.memory = self.memory_probe()
                     self._bytes[name] = max(self._bytes.get(name, 0), self.memory)
@@ -279,7 +295,7 @@ class PhaseTimers:
         """Return the current phases and the seconds in the innermost one; may be called by another thread."""
         going = [item for item in zip(tuple(self.phases), tuple(self.began)) if item[0] != "step"]
         if not going:
-            return "between phases", 0.0
+            return self.idle, 0.0
         return ", ".join(name for name, _ in going), self._clock() - going[-1][1]
 
     def watch(self, role: Any, **phases: str) -> Any:
@@ -303,6 +319,8 @@ class PhaseTimers:
         record = self.seen()
         self._seconds.clear()
         self._bytes.clear()
+        if self.spans:
+            self.spans.flush()
         return record
 
 

@@ -2,7 +2,7 @@
 """A run and its directory: sinks, timers, the record of a step, and alarms about the curves.
 
 <run_dir>/ metrics.jsonl config.yaml tensorboard/ wandb/ logs/rank<N>.log rollouts/ checkpoints/step_<N>/
-           summary.json curves.png status.html stopped.json wandb_id run.lock schedule/
+           summary.json curves.png status.html stopped.json wandb_id run.lock schedule/ traces/
            attempt-<n>/  metrics.jsonl, rollouts/ and config.yaml of steps that were done again
 
 Alarms are sentences with the numbers behind them. Every check compares the last `window` steps with the first window,
@@ -65,7 +65,7 @@ from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
     from megatron_rl.observability.console import ProgressDisplay
-    from megatron_rl.observability.status import Positions
+    from megatron_rl.observability.status import Positions, StatusPage
 
 
 STOPPED_FILE = "stopped.json"
@@ -106,6 +106,14 @@ class Run:
                 os.fsync(file.fileno())
         self.log_file = log_path(run_dir, rank)
         self.log = open_rank_log(run_dir, rank)
+        self.page: StatusPage | None = None  # from now on, since loading a model takes minutes
+        if self.is_writer and settings.status_port is not None:
+            from megatron_rl.observability.status import STATUS_FILE, StatusPage
+
+            files: dict[str, Any] = dict(file=run_dir / STATUS_FILE, log=self.log_file)
+            name, host, port = run_dir.resolve().name, settings.status_host, settings.status_port
+            self.page = StatusPage(name, host, port, now=self._describe_now, **files)
+            self.log.info("status page: %s", self.page.url)
 
     @property
     def is_finished(self) -> bool:
@@ -144,14 +152,10 @@ class Run:
         records = read_metrics(self.dir)
         for record in records:
             self._health.add(step_of(record), record)
-        if settings.status_port is not None:
-            from megatron_rl.observability.status import STATUS_FILE, StatusPage
-
-            name, host, port = self.dir.resolve().name, settings.status_host, settings.status_port
-            shown: dict[str, Any] = dict(now=self._describe_now, positions=positions, records=records)
-            page = StatusPage(name, host, port, file=self.dir / STATUS_FILE, **shown)
-            add(page)
-            self.log.info("status page: %s", page.url)
+        if self.page is not None:
+            self.page.begin(records, positions)
+            add(self.page)
+        self.timers.idle = "between phases"
         for name in (*([] if settings.wandb == "off" else ["wandb"]), *settings.trackers):
             from megatron_rl.observability.trackers import TRACKERS
 
@@ -176,8 +180,9 @@ class Run:
 
     @contextmanager
     def starting(self, text: str) -> Iterator[None]:
-        """Show on a terminal that the block, a part of the start, runs; log its seconds."""
+        """Show on a terminal and on the status page that the block, a part of the start, runs; log its seconds."""
         began, shown = time.monotonic(), nullcontext()
+        self.timers.idle = text
         if self.is_writer:
             from megatron_rl.observability.console import show_start
 
@@ -268,7 +273,7 @@ class Run:
 
     def follow_rollouts(self, store: Store) -> RolloutProgress:
         """Return a counter of generated responses; `store` is shared by all ranks."""
-        return RolloutProgress(store, self._show_rollout if self.is_writer else None)
+        return RolloutProgress(store, self._show_rollout if self.is_writer else None, self.timers.spans)
 
     def _show_rollout(self, count: RolloutCount | None) -> None:
         self._rollout, display = count, self._display
@@ -289,6 +294,8 @@ class Run:
             "elapsed_seconds": pace.elapsed,
             "remaining_seconds": pace.remaining,
             "rollout": rollout and asdict(rollout),
+            "updates": len(self.series.get("policy/grad_norm", ())),
+            "directory": str(self.dir),
             "warnings": read_warnings(self.log_file, _NUM_WARNINGS),
             "config": self._config_yaml,
         }
@@ -301,6 +308,8 @@ class Run:
         """Write stopped.json, for a run that is to be restarted; the restart removes the file."""
         if self.is_writer:
             replace_text(self.dir / STOPPED_FILE, json.dumps(content) + "\n")
+            if self.page is not None:
+                self.page.end("stopped", "{signal} after step {step}: the same command resumes it.".format(**content))
 
     def is_best(self, metrics: Mapping[str, float], name: str | None) -> bool:
         """Return True, and store it, if the named metric is the highest so far (UserError if it was not measured)."""
@@ -321,6 +330,8 @@ class Run:
     def finish(self) -> None:
         """Close the sinks, write the summary and the curves, and log their paths and the best last responses."""
         self.settle()
+        if self.page is not None:
+            self.page.end("finished", "")
         self._close_sinks()
         if self.is_writer:
             step, best = find_best_responses(self.dir)
@@ -352,6 +363,8 @@ class Run:
             except Exception as error:
                 self.log.warning("after the error that ends the run: %s: %s", type(error).__name__, error)
         self._writer.shutdown()
+        if self.timers.spans:
+            self.timers.spans.close()
         close_rank_log(self.log)
 
     def _close_sinks(self) -> None:

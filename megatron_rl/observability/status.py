@@ -1,85 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status page of a run: a small read-only web server on rank 0, in threads of its own.
+"""The status page of a run, which rank 0 serves: one self-contained page, which polls `status.json`.
 
-It serves one self-contained page, which polls `status.json`; no request can name a file on disk. A Host header must be an own
-name or an address (against DNS rebinding), the path contains a secret that the run prints, and connections are limited.
+It is served from the opening of the run directory on, so that it shows the loading of models; a file with the same page
+stays. The page says how the run ended: `finished` and `stopped` come from the run, `failed` from the report at the end
+of its log.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import hmac
-import html
-import ipaddress
+import atexit
 import json
-import logging
 import math
 import re
-import secrets
-import socket
-import socketserver
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.observability.metrics import SAMPLE_FIELDS, Record, Sink, find_metric, replace_text, shorten, step_of
+from megatron_rl.observability.metrics import (
+    SAMPLE_FIELDS,
+    Record,
+    Sink,
+    find_metric,
+    phase_seconds,
+    replace_text,
+    shorten,
+    step_of,
+)
+from megatron_rl.observability.status_server import CHARTS_LIBRARY, PageServer, read_template
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
-    from megatron_rl.observability.failures import Position
+    from megatron_rl.observability.failures import Position  # loads torch, which tools/runs.py does without
 
-_SCRIPTS = ("parts.js", "page.js")
 STATUS_FILE = "status.html"
 _PARTS = Path(__file__).parent / "status_page"
-_UPLOT = _PARTS / "uplot"
 _MOST_POINTS = 400  # of a curve in one response
 _MOST_ALARMS = 20
+_MOST_PHASES = 7  # of the chart of phases
+_MOST_TOKENS = 400  # of a sample
 _LOOK_SECONDS = 1.0  # between two reads of the heartbeats, for any number of viewers
-_MOST_CONNECTIONS = 32
-_CONNECTION_SECONDS = 30.0
+# A page that asked within _VIEWER_SECONDS is open; the end of a run waits _GOODBYE_SECONDS for it to see the end.
+_VIEWER_SECONDS, _GOODBYE_SECONDS = 5.0, 3.0
 # Titles of the charts, in the order of the page; `chart` of a metric names one of them.
 CHARTS = (
     "reward", "reward components", "reward by source", "loss", "validation accuracy",
-    "seconds per step", "tokens per second",
+    "tokens per second",
     "KL to the reference", "entropy", "tokens of all responses", "truncated responses, groups without signal",
     "gradient norm", "clipped tokens", "learning rate", "engine against trainer", "explained variance",
     "load of the busiest expert", "dead experts", "entropy of routers", "staleness", "busy engines",
 )  # fmt: skip
+# Alarm -> what to do first; docs/health.md has more.
+REMEDIES = {
+    "entropy": "If the validation accuracy still rises or the task is solved, do nothing. Else raise "
+    "algorithm.clip_eps_high or algorithm.entropy_coef, lower actor.lr, or add a KL term.",
+    "length": "Read the longest responses in the viewer; then set an overlong penalty or another "
+    "algorithm.loss_agg_mode.",
+    "mismatch": "Set hybrid.verify=full, which compares every weight after each transfer.",
+    "sample-size": "Lower schedule.max_staleness, or see the alarm about the mismatch.",
+    "gradient": "Lower actor.lr, or warm up longer (actor.lr_warmup_steps).",
+    "clipping": "Use fewer actor.ppo_epochs, larger minibatches or a smaller actor.lr.",
+    "truncated": "Raise data.max_response_length, or shorten responses with an overlong penalty.",
+    "no-signal": "Look at the samples: if no answer is recognized, correct the reward or the prompts; if prompts are "
+    "too easy or too hard, set data.curriculum.kind or algorithm.dynamic_sampling.",
+    "restating": "Read responses with the component restates_prompt, and change the reward.",
+    "components": "Compare responses from before and after in the viewer, and change the weights of the components.",
+    "dead-experts": "Set actor.router_bias_rate where routers have biases, and look at moe/max_load.",
+    "critic": "Raise trainer.critic_warmup, or look at value/grad_norm and critic.lr.",
+    "failures": "Read the first traceback in logs/rank<N>.log, and correct the environment or the service.",
+}
 
 _TAIL_BYTES = 1 << 16
 # Time, level and text of a log line, or level and text of the report that ends a job.
 _WARNING = re.compile(r"(?:([\d-]+ [\d:]+),\d+ rank\d+ (WARNING|ERROR|CRITICAL) \S+|(error)): (.*)")
-
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-}
 Positions = Callable[[], "Sequence[Position | None]"]
-Documents = Mapping[str, Callable[[str], Mapping[str, Any]]]  # file name -> its content for the text after "?"
-
-
-def check_address(host: str, port: int) -> None:
-    """Check, before models are built, that the page can be served at an address of this machine (UserError)."""
-    try:
-        socket.create_server((host, port)).close()
-    except (OSError, OverflowError) as error:
-        raise _explain(host, port, error) from error
-
-
-def _explain(host: str, port: int, error: Exception) -> UserError:
-    return UserError(
-        f"{host}:{port} cannot be served: {error}",
-        source="observability.status_port",
-        expected="a free port of observability.status_host",
-        hint="choose another one, or 0 for any free port",
-    )
 
 
 class StatusPage(Sink):
@@ -90,6 +85,7 @@ class StatusPage(Sink):
         positions: returns the last heartbeat of each rank; empty without a watchdog.
         records: earlier records of a resumed run, for the curves.
         file: gets the page with its data after each step and at the end, if any.
+        log: rank 0's log, in which the report of a failure appears.
 
     Raises:
         UserError: the port is taken, or the host is not an address of this machine.
@@ -102,29 +98,69 @@ class StatusPage(Sink):
         port: int,
         *,
         now: Callable[[], Mapping[str, Any]],
-        positions: Positions,
+        positions: Positions = tuple,
         records: Sequence[Record] = (),
         file: Path | None = None,
+        log: Path | None = None,
     ) -> None:
-        self._name, self._now, self._ranks, self._file = name, now, _Ranks(positions), file
-        self._curves: dict[str, dict[str, list[tuple[int, float]]]] = {title: {} for title in CHARTS}
+        self._name, self._now, self._ranks, self._file, self._log = name, now, _Ranks(positions), file, log
+        self._curves: dict[str, dict[str, list[tuple[float, ...]]]] = {title: {} for title in CHARTS}
+        self._times: list[tuple[int, dict[str, float]]] = []
         self._samples: dict[str, Any] = {"step": None, "rows": []}
         self._alarms: list[dict[str, Any]] = []
+        self._places: list[dict[str, Any]] = []
+        self._updates = 0
+        self._state = {"name": "running", "text": ""}
+        self._log_size = log.stat().st_size if log is not None and log.exists() else 0
+        self._viewers: dict[str, tuple[float, str]] = {}  # open page -> time of its last question, state that it saw
+        self._is_closed = False
+        self.begin(records, positions)
+        self._page = read_template(_PARTS, name, connect="'self'", libraries=(CHARTS_LIBRARY,))
+        try:
+            self._server = PageServer(host, port, self._answer, self._look_for_failure)
+        except (OSError, OverflowError) as error:
+            raise UserError(
+                f"{host}:{port} cannot be served: {error}",
+                source="observability.status_port",
+                expected="a free port of observability.status_host",
+                hint="choose another one, or 0 for any free port",
+            ) from error
+        self.url = self._server.url
+        self._server.serve()
+        atexit.register(self.close)  # of a run that fails before its first step
+
+    def begin(self, records: Sequence[Record], positions: Positions) -> None:
+        """Set the records so far and the source of heartbeats."""
+        self._ranks.positions = positions
         for record in records:
             self._add(step_of(record), record)
-        self._path = f"/{secrets.token_urlsafe(16)}/"
-        self._page = read_template(_PARTS, name, connect="'self'")
-        try:
-            self._server = PageServer((host, port), self._path, self._page, {"status.json": lambda _: self.status()})
-        except (OSError, OverflowError) as error:
-            raise _explain(host, port, error) from error
-        threading.Thread(target=self._server.serve_forever, name="status page", daemon=True).start()
 
-    @property
-    def url(self) -> str:
-        """Address of the page."""
-        host, port = self._server.server_address[:2]
-        return f"http://{host}:{port}{self._path}"
+    def place(self, roles: Mapping[str, Any], ranks: Sequence[int], plan: Any) -> None:
+        """Set the map of ranks, and the optimizer steps of a step.
+
+        Args:
+            roles: `RoleInputs` by name.
+            ranks: of the rollout engines.
+            plan: `BatchPlan` of the run.
+        """
+        found: dict[int, dict[str, str]] = {}
+        for role in roles.values():
+            layout = role.layout
+            sizes = {"tp": layout.tp_size, "pp": layout.pp_size, "dp": layout.dp_size, "cp": layout.cp_size}
+            for rank in layout.ranks:
+                at = layout.coordinates(rank)
+                where = [f"{axis}{getattr(at, axis)}" for axis, size in sizes.items() if size > 1]
+                found.setdefault(rank, {})[role.spec.title] = " ".join(where)
+        actor = next(iter(roles.values())).layout
+        width = plan.engine_ranks
+        engines: Sequence[Sequence[int]] = [ranks[first : first + width] for first in range(0, len(ranks), width)]
+        if plan.engine_is_actor:
+            engines = actor.model_copies().of
+        for number, members in enumerate(engines):
+            for place, rank in enumerate(members):
+                found.setdefault(rank, {})[f"engine {number}"] = f"tp{place}" if width > 1 else ""
+        self._places = [{"rank": rank, "roles": found[rank]} for rank in sorted(found)]
+        self._updates = plan.optimizer_steps_per_step
 
     def log(self, step: int, record: Record) -> None:
         """Append the metrics of a step to the curves, and write the file."""
@@ -135,33 +171,62 @@ class StatusPage(Sink):
         for key, value in record.items():
             metric = find_metric(key)
             if metric is not None and metric.chart and value is not None and math.isfinite(value):
-                self._curves[metric.chart].setdefault(key, []).append((step, value))
+                lines = self._curves.setdefault(metric.chart, {})
+                lines.setdefault(key, []).append((step, value, *_find_band(record, key, value)))
+        times = phase_seconds(record)
+        if "verify" in times and "reshard" in times:  # the one is a part of the other
+            times["reshard"] = max(0.0, times["reshard"] - times["verify"])
+        if times:
+            rest = (record.get("time/step") or 0.0) - sum(times.values())
+            self._times.append((step, times | ({"other": rest} if rest > 0 else {})))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replace the previous step's rollouts."""
         if rows:
-            texts = [{k: _text(row[k]) for k in SAMPLE_FIELDS if row.get(k) not in (None, {})} for row in rows]
-            self._samples = {"step": step, "rows": texts}
+            self._samples = {"step": step, "rows": [_describe_sample(row) for row in rows]}
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """Show the alarm above the curves, the newest first."""
-        self._alarms.insert(0, {"step": step, "name": name, "text": text})
+        """Show the alarm above the curves, the newest first, with a remedy."""
+        self._alarms.insert(0, {"step": step, "name": name, "text": text, "remedy": REMEDIES.get(name, "")})
+
+    def end(self, name: str, text: str) -> None:
+        """Show how the run ended, unless it is known.
+
+        Args:
+            name: "finished", "stopped" or "failed".
+        """
+        if self._state["name"] == "running":
+            self._state = {"name": name, "text": text}
 
     def status(self) -> dict[str, Any]:
         """Return the content of status.json."""
         charts = [
             {"title": title, "lines": [{"name": key, "points": thin(points)} for key, points in list(lines.items())]}
-            for title, lines in self._curves.items()
+            for title, lines in list(self._curves.items())
             if lines
         ]
         return {
             "run": self._name,
+            "state": self._state,
             **self._now(),
             "ranks": self._ranks.look(),
+            "places": self._places,
+            "all_updates": self._updates,
             "alarms": self._alarms[:_MOST_ALARMS],
             "charts": charts,
+            "times": average(self._times),
             "samples": self._samples,
         }
+
+    def _answer(self, file: str, query: str) -> tuple[str, bytes] | None:
+        if file == "":
+            return "text/html; charset=utf-8", self._page.encode()
+        if file != "status.json":
+            return None
+        status = self.status()
+        if query:  # of an open page, which names itself; a script asks without a query
+            self._viewers[query[:32]] = time.monotonic(), status["state"]["name"]
+        return "application/json", json.dumps(status, allow_nan=False).encode()
 
     def freeze(self) -> str:
         """Return the page with its current data in it, without polling."""
@@ -173,18 +238,62 @@ class StatusPage(Sink):
         if self._file is not None:
             replace_text(self._file, self.freeze(), errors="replace")
 
+    def _look_for_failure(self) -> None:
+        """Show and keep the report that ends a job as soon as it is in the log: the process may end without `close`."""
+        if self._log is None or self._state["name"] != "running" or not self._log.exists():
+            return
+        if (size := self._log.stat().st_size) != self._log_size:
+            found = read_warnings(self._log, 1, since=self._log_size)
+            self._log_size = size
+            if found and found[0]["time"] is None:
+                self.end("failed", str(found[0]["text"]))
+                self._write()
+
     def close(self) -> None:
-        """Write the file and stop serving."""
+        """Write the file and stop serving, as soon as open pages have seen how the run ended."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        self._look_for_failure()
+        self.end("stopped", "")
         self._write()
-        self._server.shutdown()
-        self._server.server_close()
+        deadline = time.monotonic() + _GOODBYE_SECONDS
+        while time.monotonic() < deadline and any(
+            seen == "running" and time.monotonic() - asked < _VIEWER_SECONDS
+            for asked, seen in list(self._viewers.values())
+        ):
+            time.sleep(0.05)
+        self._server.stop()
+
+
+def _find_band(record: Record, key: str, value: float) -> tuple[float, ...]:
+    """Return the bounds of a mean: a standard deviation to each side, else minimum and maximum; () without them."""
+    base = key.removesuffix("mean")
+    if base == key:
+        return ()
+    spread, low, high = (record.get(f"{base}{name}") for name in ("std", "min", "max"))
+    if spread is not None and math.isfinite(spread):
+        return value - spread, value + spread
+    return (low, high) if low is not None and high is not None else ()
+
+
+def _describe_sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the texts of a rollout, and its tokens as [text, advantage, log-prob], of which a run may lack some."""
+    found: dict[str, Any] = {k: _text(row[k]) for k in SAMPLE_FIELDS if row.get(k) not in (None, {})}
+    if texts := row.get("token_texts"):
+        nothing = [None] * len(texts)
+        columns = (row.get(name) or nothing for name in ("advantages", "rollout_logprobs"))
+        found["tokens"] = list(zip(texts, *columns))[:_MOST_TOKENS]
+        found["num_tokens"] = len(texts)
+    return found
 
 
 class _Ranks:
     """Cache of the ranks' heartbeats and of the seconds since each changed, refreshed at most once a second."""
 
     def __init__(self, positions: Positions) -> None:
-        self._positions, self._lock = positions, threading.Lock()
+        self.positions, self._lock = positions, threading.Lock()
         self._heard: dict[int, tuple[int, float]] = {}  # rank -> its last `looks`, and the time of their change
         self._last: list[dict[str, Any]] = []
         self._looked_at = -math.inf
@@ -194,7 +303,7 @@ class _Ranks:
         with self._lock:
             now = time.monotonic()
             if now - self._looked_at >= _LOOK_SECONDS:
-                self._last = [self._describe(rank, beat, now) for rank, beat in enumerate(self._positions())]
+                self._last = [self._describe(rank, beat, now) for rank, beat in enumerate(self.positions())]
                 self._looked_at = now
             return self._last
 
@@ -216,11 +325,15 @@ class _Ranks:
         }
 
 
-def read_warnings(path: Path, most: int) -> list[dict[str, str | None]]:
-    """Return time, level and text of the last warnings and errors of a log, the newest first, without alarms."""
+def read_warnings(path: Path, most: int, since: int = 0) -> list[dict[str, str | None]]:
+    """Return time, level and text of the last warnings and errors of a log, the newest first, without alarms.
+
+    Args:
+        since: byte of the log from which on to read.
+    """
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            file.seek(max(since, path.stat().st_size - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return []
@@ -239,139 +352,34 @@ def read_warnings(path: Path, most: int) -> list[dict[str, str | None]]:
     return found[-most:][::-1]
 
 
-def thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def thin(points: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
     """Return at most _MOST_POINTS of the points, evenly spaced, with the last one."""
     stride = -(-len(points) // _MOST_POINTS)
     return list(points[::-1][::stride][::-1]) if points else []
 
 
+def average(times: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Any]:
+    """Return mean seconds by phase, largest phase first, of at most _MOST_POINTS groups of consecutive steps.
+
+    All but the _MOST_PHASES largest phases are counted as "other".
+
+    Returns:
+        `steps`: the last step of each group, and `seconds` by phase, one number per group.
+    """
+    size = max(1, -(-len(times) // _MOST_POINTS))
+    groups = [times[first : first + size] for first in range(0, len(times), size)]
+    sums: dict[str, float] = {}
+    for _, seconds in times:
+        for name, value in seconds.items():
+            sums[name] = sums.get(name, 0.0) + value
+    named = sorted(sums.keys() - {"other"}, key=lambda name: -sums[name])[:_MOST_PHASES]
+    means = {name: [0.0] * len(groups) for name in [*named, *(["other"] if len(named) < len(sums) else [])]}
+    for place, group in enumerate(groups):
+        for _, seconds in group:
+            for name, value in seconds.items():
+                means[name if name in named else "other"][place] += value / len(group)
+    return {"steps": [group[-1][0] for group in groups], "seconds": means}
+
+
 def _text(value: Any) -> str:
     return shorten(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-
-
-def _is_own_name(host: str, own: str) -> bool:
-    """Return True if a Host header is a name of this machine, such as `own`, or an address: no foreign DNS name."""
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    name = name.strip("[]").lower()
-    if name in ("localhost", own.lower(), socket.gethostname().lower()):
-        return True
-    try:
-        return bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
-
-
-class PageServer(ThreadingHTTPServer):
-    """Server of one page and its JSON documents below a secret path.
-
-    Args:
-        path: begins and ends with "/".
-        documents: a UserError that one raises is sent as {"error": text}.
-    """
-
-    daemon_threads = True
-    allow_reuse_port = False  # two runs must not share a port
-
-    def __init__(self, address: tuple[str, int], path: str, page: str, documents: Documents) -> None:
-        self.host, self.path, self.page, self.documents = address[0], path, page.encode(), documents
-        self._open: dict[socket.socket, float] = {}  # connection -> its start
-        super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
-        """Bind without HTTPServer's look-up of the machine's name."""
-        socketserver.TCPServer.server_bind(self)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, or close it if too many are open."""
-        if len(self._open) >= _MOST_CONNECTIONS:
-            super().shutdown_request(request)
-            return
-        self._open[request] = time.monotonic()
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Remove a connection that ends."""
-        self._open.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Close connections that are open for too long, even busy ones; called twice a second."""
-        for request, began in list(self._open.items()):
-            if time.monotonic() - began > _CONNECTION_SECONDS:
-                with suppress(OSError):  # it has ended
-                    request.shutdown(socket.SHUT_RDWR)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log at debug level: a reader that went away is no event of the run."""
-        logging.getLogger(__name__).debug("status page: a request failed", exc_info=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """Handler of GET and HEAD for the page and its documents; any other request is an error."""
-
-    server: PageServer
-    server_version, sys_version = "megatron_rl", ""
-    timeout = 10.0  # seconds without data until a connection is closed
-
-    def do_GET(self) -> None:
-        """Send the page, the status, or an error."""
-        hosts = self.headers.get_all("Host", [])
-        if len(hosts) != 1 or not _is_own_name(hosts[0], self.server.host):
-            self.send_error(421, "Misdirected Request", "Use localhost, this machine's name or an address of it.")
-            return
-        path, _, query = self.path.partition("?")
-        folder, _, file = path.rpartition("/")
-        if not hmac.compare_digest(f"{folder}/".encode(), self.server.path.encode()):
-            self.send_error(404, explain="The address is the one that the run printed when it started.")
-        elif file == "":
-            self._send("text/html; charset=utf-8", self.server.page)
-        elif file in self.server.documents:
-            self._send("application/json", json.dumps(self._describe(file, query), allow_nan=False).encode())
-        else:
-            self.send_error(404)
-
-    do_HEAD = do_GET
-
-    def _describe(self, file: str, query: str) -> Mapping[str, Any]:
-        try:
-            return self.server.documents[file](query)
-        except UserError as error:
-            return {"error": str(error)}
-
-    def _send(self, content_type: str, body: bytes) -> None:
-        self.send_response(200)
-        for name, value in {"Content-Type": content_type, "Content-Length": str(len(body)), **_HEADERS}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
-
-
-def read_template(folder: Path, title: str, connect: str = "'none'", has_plots: bool = False) -> str:
-    """Return the page with its title, style and scripts inlined.
-
-    Args:
-        folder: contains page.html, page.css, page.js, and optionally parts.js, which is put before page.js.
-        connect: sources of the script's connections, in the syntax of a content security policy.
-        has_plots: put uPlot before them.
-    """
-    page, style = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
-    script = "".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS if (folder / name).exists())
-    if has_plots:
-        style = (_UPLOT / "uPlot.min.css").read_text(encoding="utf-8") + style
-        script = (_UPLOT / "uPlot.iife.min.js").read_text(encoding="utf-8") + script
-    policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    escaped = html.escape(title).replace("{", "&#123;")  # so that a title is not taken for a placeholder
-    for name, value in {"style": style, "policy": policy, "title": escaped, "script": script}.items():
-        page = page.replace(f"{{{{{name}}}}}", value)
-    return page
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -81,7 +81,8 @@ class RolloutGenerator:
         processes: AnyEpisodes | None = None,
     ) -> None:
         self._engine, self._weights, self._channel, self._config = engine, weights, channel, config
-        self._group, self._progress, self._processes = group, progress, processes
+        self._group, self._progress = group, progress
+        self._processes = progress.spans.follow(processes) if progress.spans and processes else processes
         self.engines, self.metrics, self.route_shape = engine.ranks, dict[str, float](), engine.route_shape
         self.engine_index, self.place_in_engine = engine.ranks.places.get(group.rank(), (-1, 0))
         self.is_first = self.engine_index >= 0 and channel.is_first
@@ -141,6 +142,7 @@ class RolloutGenerator:
             UserError: the engine's responses do not match its requests; on every rank.
         """
         samples, requests, error = episodes.samples, OpenRequests(), None
+        spans = self._progress.spans if self.is_first else None
 
         def end(key: int) -> None:
             if phase.finish(key // samples.group_size) and self.is_first:
@@ -159,9 +161,13 @@ class RolloutGenerator:
         def record(added: Sequence[Request]) -> None:
             requests.add(added)
             episodes.record_requests(added)
+            if spans is not None:
+                spans.begin_requests(episodes, added)
 
         def receive(sampled: Sampled) -> None:
             request = requests.finish(sampled)
+            if spans is not None:
+                spans.end_request(episodes, sampled)
             if request is not None:  # otherwise the counts differ at the end
                 self._check(sampled, request, samples)
                 if episodes.receive(sampled, self._weights.policy_version):

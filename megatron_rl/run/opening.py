@@ -414,10 +414,6 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
     lock = RunLock(run_dir)
     with failing_together(group, _explain_unwritable):
         if group.rank() == 0:
-            if config.observability.status_port is not None:
-                from megatron_rl.observability.status import check_address
-
-                check_address(config.observability.status_host, config.observability.status_port)
             run_dir.mkdir(parents=True, exist_ok=True)
             taken_over = lock.acquire()
     try:
@@ -437,6 +433,10 @@ def _open_locked(
     if taken_over:
         run.log.warning("%s", taken_over)
     is_known, is_finished = share_object((has_records(run_dir), run.is_finished), group)
+    if config.observability.traces != "off" or config.observability.trace_steps:
+        from megatron_rl.observability.spans import Spans
+
+        run.timers.trace(Spans(run_dir, config.observability))
     checkpoint = choose_checkpoint(config.checkpoint.resume, run, is_known, group)
     if is_finished and (checkpoint is None or checkpoint.parent != run.checkpoints):
         raise _refuse(run_dir)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -24,9 +25,10 @@ import pytest
 
 from megatron_rl.config.schema import ObservabilityConfig
 from megatron_rl.observability.failures import Position
-from megatron_rl.observability.progress import LOGGER_NAME, RolloutCount, close_rank_log
-from megatron_rl.observability.run import Run
-from megatron_rl.observability.status import StatusPage, thin
+from megatron_rl.observability.progress import LOGGER_NAME, RolloutCount, close_rank_log, show_error
+from megatron_rl.observability.run import CHECKS, Run
+from megatron_rl.observability.status import REMEDIES, StatusPage, average, thin
+from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -111,7 +113,8 @@ def test_status_says_where_the_run_is(run: tuple[Run, str]) -> None:
         "has_left": False,
         "memory": 3 << 29,
     }
-    assert status["config"] == CONFIG_YAML
+    assert status["config"] == CONFIG_YAML and status["directory"] == str(run[0].dir)
+    assert status["state"] == {"name": "running", "text": ""} and status["updates"] == 0
     assert [entry["text"] for entry in status["warnings"]] == [f"slow disk: {HOSTILE}"]
     assert {chart["title"]: chart["lines"] for chart in status["charts"]} == {
         "reward": [{"name": "reward/mean", "points": [[1, 0.25], [2, 0.5]]}],
@@ -158,7 +161,8 @@ def test_only_two_paths_and_two_methods(run: tuple[Run, str]) -> None:
     page = body.decode()
     assert code == 200 and headers["X-Content-Type-Options"] == "nosniff"
     assert page.count("<script") == 1 and "<b>" not in page and "{{" not in page
-    assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(|https?://(?!www\.w3\.org)", page)
+    forbidden = r"innerHTML|insertAdjacentHTML|document\.write|eval\(|https?://(?!github\.com/leeoniya/uPlot )"
+    assert not re.search(forbidden, page)
     policy = re.search('Content-Security-Policy" content="([^"]+)"', page)[1]
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
 
@@ -228,7 +232,7 @@ def test_a_request_names_one_host(run: tuple[Run, str]) -> None:
 
 def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent connections neither exhaust threads nor block the page for long."""
-    from megatron_rl.observability import status as module
+    from megatron_rl.observability import status_server as module
 
     page = StatusPage("run", "127.0.0.1", 0, now=dict, positions=tuple)
     address, threads = urlsplit(page.url), threading.active_count()
@@ -308,27 +312,32 @@ def test_silence_of_a_rank_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def look_closer(page: Any) -> None:
-    """Smooth the curves of `learn`, make them logarithmic, point at a step, and go back."""
+    """Smooth the curves of `learn`, make them logarithmic, point at a step, zoom, and go back."""
     reward = page.locator("figure", has_text="reward/mean")
     seen = lambda: reward.locator("b").text_content()  # noqa: E731
-    assert seen() == "0.5" and reward.locator("polyline").count() == 1
+    plotted = lambda what: page.evaluate(f"(() => {{ const {{plot}} = shown.get('reward'); return {what}; }})()")  # noqa: E731
+    assert seen() == "0.5" and plotted("plot.data") == [[1, 2], [0.25, 0.5]]
     page.locator("#smooth").fill("1")
     assert page.locator("#smooth-text").text_content() == "mean of 3 values"
-    assert seen() == "0.375" and reward.locator("polyline").count() == 2, "and the values themselves"
+    assert seen() == "0.375" and plotted("plot.data") == [[1, 2], [0.25, 0.375], [0.25, 0.5]], (
+        "and the values themselves"
+    )
     page.locator("#smooth").fill("0")
-    assert reward.locator("svg text").nth(1).text_content() == "0.375"
+    ticks = plotted("plot.axes[1]._splits")
+    assert len(ticks) >= 3 and all(round(x, 2) == x for x in ticks), "round numbers"
     page.locator("#log").check()
-    assert reward.locator("svg text").nth(1).text_content() == "0.354", "the root of 0.25 * 0.5"
+    assert plotted("plot.scales.y.distr") == 3
     page.locator("#log").uncheck()
-    box = reward.locator("svg").bounding_box()
+    box = reward.locator(".u-over").bounding_box()
+    at, other = reward.locator(".at"), page.locator("figure", has_text="validation accuracy").locator(".at")
     page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 40)
-    assert seen() == "0.25" and reward.locator(".at").text_content() == "at step 1"
+    assert seen() == "0.25" and at.text_content() == "at step 1"
     page.wait_for_timeout(2500)  # the page is redrawn meanwhile
-    assert seen() == "0.25" and reward.locator(".at").text_content() == "at step 1"
+    assert seen() == "0.25" and at.text_content() == "at step 1"
     page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 40)
-    assert seen() == "0.5" and reward.locator(".at").text_content() == "at step 2"
+    assert seen() == "0.5" and at.text_content() == other.text_content() == "at step 2", "all charts show this step"
     page.mouse.move(1, 1)
-    assert seen() == "0.5" and reward.locator(".at").text_content() == ""
+    assert seen() == "0.5" and at.text_content() == ""
 
 
 def show_pairs(run: Run) -> None:
@@ -405,10 +414,15 @@ def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
         page.on("console", lambda message: events.append(message.text))
         page.goto(run[1])
         page.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
-        assert page.locator("h1").text_content() == "<b>{{script}}"
+        assert page.locator("#run").text_content() == "<b>{{script}}"
         assert page.locator("#steps-text").text_content() == "step 2 of 4"
-        assert page.locator("#responses-text").text_content() == "3 of 8 responses, 51 tokens/s"
-        assert page.locator("figure polyline").count() == 2
+        assert page.locator("#now-text").text_content() == "generating: 3 of 8 responses, 51 tokens/s"
+        assert (
+            page.locator("#part").get_attribute("value") == "3" and page.locator("#state").text_content() == "running"
+        )
+        assert page.locator("figure canvas").count() == 2 and page.locator("#glance dd").first.text_content() == (
+            "0.25 \u2192 0.5step 1 to 2"
+        )
         look_closer(page)
         assert "1.50 GiB" in page.locator("#ranks tr").nth(1).text_content()
         assert page.locator("#warnings li").text_content().endswith(f"warning: slow disk: {HOSTILE}")
@@ -422,10 +436,10 @@ def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
         run[0].count({"reward/mean": 1.0})
         run[0].record(3)
         page.locator("#steps-text", has_text="step 3 of 4").wait_for(timeout=10_000)
-        assert set(events) == {run[1], f"{run[1]}status.json"}
+        assert {event.partition("?")[0] for event in events} == {run[1], f"{run[1]}status.json"}
         run[0].close()
-        page.wait_for_selector("#lost:not([hidden])", timeout=10_000)
-        assert page.locator("#lost").text_content().startswith("No answer since ")
+        page.locator("#state", has_text="stopped").wait_for(timeout=10_000)
+        assert not page.locator("#lost").is_visible() and not page.locator("#now").is_visible()
         events.clear()
         page.goto(f"file://{quote(str(run[0].dir))}/status.html")
         page.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
@@ -436,3 +450,151 @@ def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
         assert page.locator("#steps-text").text_content() == "step 3 of 4"
         assert page.locator("article pre").nth(1).text_content() == "2" + HOSTILE
         assert page.evaluate("window.hacked") is None and len(events) == 1, "it asks for nothing"
+
+
+def test_charts_zoom_together(run: tuple[Run, str]) -> None:
+    for step in range(1, 31):
+        run[0].count({"reward/mean": step / 4, "policy/entropy": 1.0})
+        run[0].record(step)
+    with open_browser() as browser:
+        page = browser.new_page(viewport={"width": 1100, "height": 800})
+        page.goto(run[1])
+        page.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
+        steps = "[...shown.values()].map(({plot}) => [plot.scales.x.min, plot.scales.x.max])"
+        assert page.evaluate(steps) == [[1, 30]] * 2
+        box = page.locator(".u-over").first.bounding_box()
+        page.mouse.move(box["x"] + box["width"] * 9 / 29, box["y"] + 40)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 19 / 29, box["y"] + 40, steps=4)
+        page.mouse.up()
+        assert page.evaluate(steps) == [[10, 20]] * 2
+        page.wait_for_timeout(2500)
+        assert page.evaluate(steps) == [[10, 20]] * 2, "also after the page is redrawn"
+        page.click("#all-steps")
+        assert page.evaluate(steps) == [[1, 30]] * 2
+
+
+def test_a_killed_run_and_a_failed_one(run: tuple[Run, str]) -> None:
+    """The page shows the report of a failure before the process ends, and the loss of a run that said nothing."""
+    with open_browser() as browser:
+        page = browser.new_page()
+        page.goto(run[1])
+        page.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
+        show_error(f"no memory\n  hint:     {HOSTILE}", run[0].log_file)
+        page.locator("#state", has_text="failed").wait_for(timeout=10_000)
+        assert page.locator("#end").text_content() == f"no memory\n  hint:     {HOSTILE}"
+        other = StatusPage("run", "127.0.0.1", 0, now=run[0]._describe_now)
+        page.goto(other.url)
+        page.locator("#state", has_text="running").wait_for(timeout=10_000)
+        other._server.stop()
+        page.wait_for_selector("#lost:not([hidden])", timeout=10_000)
+        assert page.locator("#lost").text_content().startswith("No answer since ")
+        assert page.locator("#lost").text_content().endswith(f"logs/rank0.log in {run[0].dir}.")
+    other.close()
+
+
+def test_a_failure_of_an_earlier_attempt_is_over(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("error: an earlier attempt\n")
+    page = StatusPage("run", "127.0.0.1", 0, now=dict, log=log, file=tmp_path / "page.html")
+    page._look_for_failure()
+    assert page.status()["state"]["name"] == "running"
+    log.open("a").write("error: this attempt\n  hint: x\n")
+    page._look_for_failure()
+    page.end("finished", "")
+    assert page.status()["state"] == {"name": "failed", "text": "this attempt\n  hint: x"}
+    assert '"name": "failed"' in (tmp_path / "page.html").read_text()
+    page.close()
+
+
+def test_the_end_waits_for_open_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts, which send no name, and pages closed long ago are not waited for."""
+    from megatron_rl.observability import status as module
+
+    page = StatusPage("run", "127.0.0.1", 0, now=dict)
+    ask(page.url, "status.json")
+    ask(page.url, "status.json?me")
+    page.end("finished", "all is done")
+    closing = threading.Thread(target=page.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    status = json.loads(ask(page.url, "status.json?me")[2])
+    closing.join(5)
+    assert status["state"] == {"name": "finished", "text": "all is done"} and not closing.is_alive()
+    other = StatusPage("run", "127.0.0.1", 0, now=dict)
+    monkeypatch.setattr(module, "_GOODBYE_SECONDS", 0.1)
+    ask(other.url, "status.json?me")
+    other.close()
+
+
+def test_a_loading_run_has_a_page(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", CONFIG_YAML, 4, CONFIG, 0)
+    assert run.page is not None
+    run.timers.idle = "loading weights"
+    status = json.loads(ask(run.page.url, "status.json")[2])
+    assert (status["phase"], status["step"], status["ranks"]) == ("loading weights", 0, [])
+    run.start(None, tuple)
+    run.finish()
+    assert '"state": {"name": "finished"' in (tmp_path / "run/status.html").read_text()
+    close_rank_log(logging.getLogger(LOGGER_NAME))
+
+
+def test_the_map_of_ranks() -> None:
+    page = StatusPage("run", "127.0.0.1", 0, now=dict)
+    role = SimpleNamespace(layout=ParallelLayout(4, tp_size=2, cp_size=2), spec=SimpleNamespace(title="actor"))
+    plan = SimpleNamespace(engine_ranks=2, engine_is_actor=False, optimizer_steps_per_step=3)
+    page.place({"actor": role}, range(2, 6), plan)
+    assert [place["roles"] for place in page.status()["places"]] == [
+        {"actor": "tp0 cp0"},
+        {"actor": "tp1 cp0"},
+        {"actor": "tp0 cp1", "engine 0": "tp0"},
+        {"actor": "tp1 cp1", "engine 0": "tp1"},
+        {"engine 1": "tp0"},
+        {"engine 1": "tp1"},
+    ]
+    page.place({"actor": role}, range(4), SimpleNamespace(**vars(plan) | {"engine_is_actor": True}))
+    assert page.status()["places"][3]["roles"] == {"actor": "tp1 cp1", "engine 1": "tp1"}
+    page.close()
+
+
+def test_every_alarm_says_what_to_do() -> None:
+    settings = (Path(__file__).resolve().parents[2] / "docs/config.md").read_text()
+    assert REMEDIES.keys() == CHECKS.keys()
+    named = {name for text in REMEDIES.values() for name in re.findall(r"\b(?:\w+\.)+[a-z_]+\b", text)}
+    assert len(named) > 10
+    assert [name for name in named - {"rank.log"} if f"`{name}`" not in settings and "logs" not in name] == []
+    page = StatusPage("run", "127.0.0.1", 0, now=dict)
+    page.alarm(3, "truncated", "too long")
+    assert page.status()["alarms"][0]["remedy"] == REMEDIES["truncated"]
+    page.close()
+
+
+def test_bands_and_seconds() -> None:
+    page = StatusPage("run", "127.0.0.1", 0, now=dict)
+    page.log(1, {"reward/mean": 0.5, "reward/std": 0.25, "time/reshard": 2.0, "time/verify": 0.5, "time/step": 5.0})
+    page.log(2, {"reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0, "time/reward": 4.0, "time/step": 4.0})
+    status = page.status()
+    page.close()
+    assert status["charts"][0]["lines"] == [
+        {"name": "reward/mean", "points": [(1, 0.5, 0.25, 0.75), (2, 0.5, 0.0, 1.0)]}
+    ]
+    assert status["times"] == {
+        "steps": [1, 2],
+        "seconds": {"reward": [0, 4.0], "reshard": [1.5, 0], "verify": [0.5, 0], "other": [3.0, 0]},
+    }
+    phases = {f"p{i}": 10.0 - i for i in range(10)}
+    assert list(average([(1, phases | {"other": 1.0})])["seconds"].items())[6:] == [("p6", [4.0]), ("other", [7.0])]
+    many = average([(step, {"update": 1.0} | ({"save": 10.0} if step == 7 else {})) for step in range(1, 1001)])
+    assert len(many["steps"]) == 334 and many["steps"][-1] == 1000
+    assert many["seconds"]["save"][2] == pytest.approx(10 / 3), "no step is left out"
+
+
+def test_samples_have_their_tokens() -> None:
+    page = StatusPage("run", "127.0.0.1", 0, now=dict)
+    row = {"prompt": "p", "response": "ab", "token_texts": ["a", "b"] * 300, "advantages": [0.5, None] * 300}
+    page.samples(1, [row])
+    (found,) = page.status()["samples"]["rows"]
+    page.close()
+    assert found["tokens"][:2] == [("a", 0.5, None), ("b", None, None)]
+    assert len(found["tokens"]) == 400 and found["num_tokens"] == 600

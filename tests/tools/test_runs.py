@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 
 from megatron_rl.types import UserError
 from tools.runs_page import table as table_module
-from tools.runs_page.server import address_of, compare_samples, make_server
+from tools.runs_page.server import compare_samples, make_server
 from tools.runs_page.table import RunTable, read_tail, select
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -159,12 +158,9 @@ def test_samples_at_equal_prompts(root: Path) -> None:
 def address(root: Path) -> Iterator[str]:
     """Address of the served page."""
     server = make_server(RunTable(root))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield address_of(server)
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    server.serve()
+    yield server.url
+    server.stop()
 
 
 def test_documents(address: str) -> None:

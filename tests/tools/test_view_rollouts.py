@@ -20,6 +20,10 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.types import UserError
+from tools.viewer.rollout_store import RolloutStore, Scope
+from tools.viewer.serving import serve_store
+
 ROOT = Path(__file__).resolve().parents[2]
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 HOSTILE = (
@@ -299,7 +303,7 @@ def test_hostile_texts_do_nothing_in_a_browser(browser: Any, tool: ModuleType, t
     for mode in ("ratio", "clipped", "entropy", "value", "gap"):
         page.select_option("#mode", mode)
     page.hover(".tokens span")
-    page.fill("[name=text]", "<script>")
+    page.fill("#filters [name=text]", "<script>")
     assert page.evaluate("window.hacked") is None and events == [out.as_uri()]
     assert page.locator("img, #content script").count() == 0
     assert page.locator(".text.prompt").text_content() == HOSTILE
@@ -317,18 +321,23 @@ def test_filter_sort_colours_and_group(browser: Any, tool: ModuleType, tmp_path:
     page, events = open_page(browser, out)
     count, cells = page.locator("#count"), page.locator("#rows .row span")
     assert count.text_content() == "17 of 17 rollouts"
-    assert page.locator(".facts").text_content() == (
-        "reward 0 · math 0 · format 1 · tokens 4 · finish stop · policy_version 7"
+    assert (
+        page.locator(".card .facts").text_content() == "reward 0 · tokens 9 · finish unknown · policy_version unknown"
+    )
+    page.select_option("[name=sort]", "step,1")
+    page.locator("#rows .row").first.click()
+    assert page.locator(".card.selected .facts").text_content() == (
+        "reward 0 · math 0 · format 1 · tokens 4 · finish stop · policy_version 7 · advantage -0.75"
     )
     for name, value, left in (("reward-from", "0.5", 8), ("step-to", "1", 4), ("length-from", "7", 2)):
         page.fill(f"[name={name}]", value)
         assert count.text_content() == f"{left} of 17 rollouts"
-    page.click("button[type=reset]")
+    page.click("#filters button[type=reset]")
     page.locator("#count", has_text="17 of 17").wait_for()  # a page function would be evaluated, which the page forbids
     page.select_option("[name=finish]", "length")
     assert count.text_content() == "4 of 17 rollouts"
     page.select_option("[name=finish]", "")
-    page.fill("[name=text]", "WHAT IS 6")
+    page.fill("#filters [name=text]", "WHAT IS 6")
     assert count.text_content() == "8 of 17 rollouts"
     page.select_option("[name=sort]", "length,-1")
     assert cells.all_text_contents()[0:35:7] == ["2", "1", "2", "1", "2"]
@@ -337,6 +346,7 @@ def test_filter_sort_colours_and_group(browser: Any, tool: ModuleType, tmp_path:
     page.check("#side-by-side")
     assert page.locator(".card").count() == 4 and page.locator(".card.selected .facts b").first.text_content() == "0.75"
     first = page.locator(".card.selected .tokens span").first
+    page.select_option("#mode", "surprise")
     color = "element => element.style.background"
     assert first.evaluate(color).startswith("rgba(0, 128, 96"), "surprise"
     assert page.locator(".card.selected").evaluate("e => e.style.borderLeftColor").startswith("rgba(33, 102, 172")
@@ -350,7 +360,7 @@ def test_filter_sort_colours_and_group(browser: Any, tool: ModuleType, tmp_path:
     page.hover(".card.selected .tokens span:nth-child(5)")
     tip = page.locator("#tip").text_content()
     assert "token 4, id 104" in tip and "ratio: 1.1" in tip and "clipped: yes" in tip
-    page.fill("[name=text]", "")
+    page.fill("#filters [name=text]", "")
     page.select_option("[name=sort]", "step,-1")
     page.locator("#rows .row").first.click()
     assert "the texts of the tokens were not logged" in page.locator("#content").text_content()
@@ -370,14 +380,14 @@ def test_search_by_pattern_prompt_component_and_change(browser: Any, tool: Modul
     assert tool.main([*map(str, runs), "--out", str(out)]) == 0
     page, events = open_page(browser, out)
     count = page.locator("#count")
-    assert count.text_content() == "16 of 16 rollouts" and page.locator("#summary figure").count() == 2
-    page.fill("[name=text]", "is [45] \\+")
+    assert count.text_content() == "16 of 16 rollouts" and page.locator("#summary figure").count() == 3
+    page.fill("#filters [name=text]", "is [45] \\+")
     assert count.text_content() == "0 of 16 rollouts"
-    page.check("[name=regex]")
+    page.check("#filters [name=regex]")
     assert count.text_content() == "8 of 16 rollouts"
-    page.fill("[name=text]", "(")
-    assert count.text_content() == "0 of 16 rollouts" and page.locator("[name=text]:invalid").count() == 1
-    page.fill("[name=text]", "")
+    page.fill("#filters [name=text]", "(")
+    assert count.text_content() == "0 of 16 rollouts" and page.locator("#filters [name=text]:invalid").count() == 1
+    page.fill("#filters [name=text]", "")
     page.select_option("[name=change]", "-1")
     assert count.text_content() == "8 of 16 rollouts"
     page.select_option("[name=change]", "1")
@@ -451,7 +461,7 @@ def test_a_hundred_thousand_rollouts_stay_usable(browser: Any, tool: ModuleType,
         found = page.evaluate(measure, [name, value])
         milliseconds[f"{name}={value}"] = min(found, milliseconds.get(f"{name}={value}", found))
         if (name, value) == changes[-1]:
-            page.click("button[type=reset]")
+            page.click("#filters button[type=reset]")
             page.locator("#count", has_text="100,000 of 100,000").wait_for()
     rounded = {name: round(found) for name, found in milliseconds.items()}
     print(f"\n{out.stat().st_size / 1e6:.1f} MB opened in {opening:.2f} s; ms: {rounded}")
@@ -463,3 +473,136 @@ def test_a_hundred_thousand_rollouts_stay_usable(browser: Any, tool: ModuleType,
     assert page.locator(".tokens span").count() > 50 and events == [out.as_uri()]
     assert opening < 3 and max(milliseconds.values()) < 300
     page.close()
+
+
+def test_it_opens_at_a_group_of_the_last_step(browser: Any, tool: ModuleType, tmp_path: Path) -> None:
+    """Side by side, colored by advantage: the first group whose rewards differ; then its prompt at every step."""
+    alone, equal = [make_row(3, 0)], [make_row(4, s, reward=1.0) for s in range(2)]
+    steps = {step: [*alone, *equal, *(make_row(5, s) for s in range(4))] for step in (1, 2)}
+    run_dir, out = write_run(tmp_path / "run", steps), tmp_path / "page.html"
+    assert tool.main([str(run_dir), "--out", str(out)]) == 0
+    page, events = open_page(browser, out)
+    assert page.locator("#content h2").first.text_content() == "prompt 5 of step 2 "
+    assert page.locator(".card").count() == 4 and page.locator("#mode").input_value() == "advantage"
+    page.check("#every-step")
+    assert [text.split(":")[0] for text in page.locator(".card h2").all_text_contents()] == ["step 2"] * 4 + [
+        "step 1"
+    ] * 4
+    page.wait_for_url("**steps=1**")
+    assert events == [out.as_uri()]
+    page.close()
+
+
+def test_a_selection_is_saved(browser: Any, tool: ModuleType, tmp_path: Path) -> None:
+    """As JSONL with the names of the log, and as Markdown whose fences no text closes."""
+    rows = [make_row(5, s, source="sums" if s else "", response=f"{HOSTILE}\n```` {s}") for s in range(3)]
+    run_dir, out = write_run(tmp_path / "run", {1: rows}), tmp_path / "page.html"
+    assert tool.main([str(run_dir), "--out", str(out)]) == 0
+    page, _ = open_page(browser, out)
+    page.select_option("#filters [name=source]", "sums")
+    with page.expect_download() as saved:
+        page.click("#save-rows")
+    found = [json.loads(line) for line in Path(saved.value.path()).read_text().split("\n")[:-1]]
+    names = ("source", "sample_index", "prompt", "response", "reward", "reward_components", "tokens", "token_texts")
+    assert [[row[name] for name in names] for row in found] == [[row[name] for name in names] for row in rows[1:]]
+    assert {(row["run"], row["step"]) for row in found} == {("run", 1)}
+    with page.expect_download() as saved:
+        page.click("#save-text")
+    text = Path(saved.value.path()).read_text()
+    assert text.count("`````\n") == 2 * (2 + 2), "prompt, ground truth and two responses"
+    assert "## Ground truth" in text and HOSTILE in text and "reward 0.25" in text
+    page.close()
+
+
+@pytest.fixture
+def store_dir(tmp_path: Path) -> Path:
+    """A run of 30 steps of 20 groups, with a validation set, an episode with a tool, and metrics."""
+    steps = {step: [make_row(p, s) for p in range(20) for s in range(4)] for step in range(1, 31)}
+    call = 'I call <tool_call>{"name": "adder", "arguments": {}}</tool_call>'
+    steps[7][13] = make_row(
+        77, 0, response=call, source="sums", turns=[{"start": 0, "observed": "the sum \N{EURO SIGN}"}]
+    )
+    run_dir = write_run(tmp_path / "run", steps)
+    write_run(run_dir / "validation/sums", {30: [make_row(1, 0, prompt="held out")]})
+    lines = [f'{{"step": {step}, "reward/mean": 0.5}}\n' for step in range(1, 31)]
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
+    return run_dir
+
+
+def test_pages_from_disk(store_dir: Path) -> None:
+    """Whole groups from the last step backwards; every rollout once; searches of each kind; wrong patterns."""
+    store = RolloutStore([store_dir])
+    assert [part.name for part in store.parts] == ["run", "run, validation sums"] and store.wait() == 2401
+    place, seen = (0, 0), []
+    while place is not None:
+        found = store.read(Scope(place=place))
+        columns = found["index"]["columns"]
+        assert sum(map(len, found["chunks"])) == len(columns["step"]) <= 404
+        ids = [found["index"]["prompts"][group]["id"] for group in columns["group"]]
+        seen += list(zip(columns["run"], columns["step"], ids))
+        assert seen[-len(ids)] not in seen[: -len(ids)], "no group is cut"
+        place = found["next"]
+    assert len(seen) == 2401 and [step for _, step, _ in seen] == sorted((step for _, step, _ in seen), reverse=True)
+    searches = (
+        (Scope(text="ADDER"), [7]),
+        (Scope(text="the sum \N{EURO SIGN}"), [7]),
+        (Scope(text="sum .\N{EURO SIGN}", is_regex=True), []),
+        (Scope(text="sum.{2}$", is_regex=True, first_step=5, last_step=9), [7]),
+        (Scope(tool="adder"), [7]),
+        (Scope(tool="add"), []),
+        (Scope(source="sums"), [7]),
+        (Scope(prompt="77"), [7]),
+        (Scope(text="held out", part=1), [30]),
+        (Scope(text="held out", part=0), []),
+        (Scope(text="reward_components"), []),
+    )
+    for scope, steps in searches:
+        found = store.read(scope)
+        assert found["index"]["columns"]["step"] == steps and found["next"] is None, scope
+    with pytest.raises(UserError, match="regular expression"):
+        store.read(Scope(text="(", is_regex=True))
+    assert found["curves"][0]["name"] == "run: reward/mean" and len(found["curves"][0]["points"]) == 30
+
+
+def test_a_long_search_answers_in_parts(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RolloutStore([store_dir])
+    monkeypatch.setattr("tools.viewer.rollout_store._SEARCH_SECONDS", -1.0)
+    found = store.read(Scope(text="adder"))
+    assert found["next"] == (0, 0) and found["index"]["columns"]["step"] == []
+
+
+def test_the_viewer_reads_from_disk_in_a_browser(browser: Any, store_dir: Path) -> None:
+    """It opens at the last step without reading all; a search and the next page are addresses of their own."""
+    server = serve_store(RolloutStore([store_dir]), "127.0.0.1", 0)
+    page, events = browser.new_page(viewport={"width": 1280, "height": 800}), []
+    page.on("pageerror", lambda error: events.append(str(error)))
+    page.on("console", lambda message: events.append(message.text))
+
+    def wait() -> None:
+        page.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
+
+    page.goto(server.url)
+    wait()
+    assert page.locator(".card").count() == 4 and page.locator("#count").text_content().startswith("40")
+    page.locator("#found", has_text="on disk: 2,401 rollouts, 30 steps, 1 to 30").wait_for(timeout=10_000)
+    with page.expect_navigation():
+        page.click("#further")
+    wait()
+    assert "read: steps 2" in page.locator("#found").text_content() and page.locator(".card").count() == 4
+    page.fill("#scope [name=text]", "adder")
+    with page.expect_navigation():
+        page.click("#scope button[type=submit]")
+    wait()
+    assert page.locator("#count").text_content() == "1 of 1 rollouts" and "text=adder" in page.url
+    assert page.locator("#curves figure").count() == 1
+    for query in ("?first=x&part=9&file=-1&byte=zz", "?text=(&regex=on"):
+        page.goto(server.url + query)
+        page.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
+    assert "expected: a regular expression" in page.locator("#content").text_content()
+    page.set_viewport_size({"width": 420, "height": 800})
+    page.goto(server.url)
+    wait()
+    assert page.evaluate("document.documentElement.scrollWidth") == 420
+    assert len(events) == 1 and "regular expression" in events[0]
+    page.close()
+    server.stop()

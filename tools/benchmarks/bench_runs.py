@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +87,7 @@ def measure_page(folder: Path, num: int) -> float | None:
         return None
     if executable is None:
         return None
-    from tools.runs_page.server import address_of, make_server
+    from tools.runs_page.server import make_server
 
     seconds = []
     with sync_playwright() as driver:
@@ -96,14 +95,13 @@ def measure_page(folder: Path, num: int) -> float | None:
         for _ in range(3):
             start = time.perf_counter()
             server = make_server(RunTable(folder))
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+            server.serve()
             page = browser.new_page()
-            page.goto(address_of(server))
+            page.goto(server.url)
             page.locator(f"#rows tr:nth-child({num})").wait_for(state="attached", timeout=60_000)
             seconds.append(time.perf_counter() - start)
             page.close()
-            server.shutdown()
-            server.server_close()
+            server.stop()
         browser.close()
     return min(seconds)
 

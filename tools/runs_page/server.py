@@ -8,7 +8,6 @@ table, never files.
 from __future__ import annotations
 
 import json
-import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from megatron_rl.observability.metrics import ROLLOUTS, VALIDATION, accuracy_set, shorten, step_of
-from megatron_rl.observability.status import PageServer, read_template, thin
+from megatron_rl.observability.status import thin
+from megatron_rl.observability.status_server import CHARTS_LIBRARY, PageServer, read_template
 from megatron_rl.types import UserError
 from tools.runs_page.table import COLUMNS, RunRow, RunTable, select, show_value
 from tools.viewer.comparison import find_differences
@@ -34,7 +34,7 @@ _PROMPTS_SHOWN, _RESPONSES_SHOWN = 4, 4
 def serve(table: RunTable, port: int) -> None:
     """Print the page's address and serve it until an interrupt (UserError if the port is taken)."""
     server = make_server(table, port)
-    print(f"runs of {table.root}: {address_of(server)}  (Ctrl-C ends it)", flush=True)
+    print(f"runs of {table.root}: {server.url}  (Ctrl-C ends it)", flush=True)
     try:
         server.serve_forever()
     finally:
@@ -43,22 +43,24 @@ def serve(table: RunTable, port: int) -> None:
 
 def make_server(table: RunTable, port: int = 0) -> PageServer:
     """Return the server of a table's page, bound to a port of 127.0.0.1."""
-    page, lock = (
-        read_template(Path(__file__).parent, f"Runs of {table.root}", "'self'", has_plots=True),
-        threading.Lock(),
-    )
+    page = read_template(Path(__file__).parent, f"Runs of {table.root}", "'self'", libraries=(CHARTS_LIBRARY,))
+    documents = {"runs.json": _list_runs, "chosen.json": _describe_chosen}
+    lock = threading.Lock()
 
-    def list_runs(query: str) -> dict[str, Any]:
-        with lock:
-            return _list_runs(table, parse_qs(query))
+    def answer(file: str, query: str) -> tuple[str, bytes] | None:
+        if not file:
+            return "text/html; charset=utf-8", page.encode()
+        if file not in documents:
+            return None
+        try:
+            with lock:  # of the table's cache
+                found = documents[file](table, parse_qs(query))
+        except UserError as error:
+            found = {"error": str(error)}
+        return "application/json", json.dumps(found, allow_nan=False).encode()
 
-    def describe_chosen(query: str) -> dict[str, Any]:
-        with lock:
-            return _describe_chosen(table, parse_qs(query))
-
-    documents = {"runs.json": list_runs, "chosen.json": describe_chosen}
     try:
-        return PageServer(("127.0.0.1", port), f"/{secrets.token_urlsafe(16)}/", page, documents)
+        return PageServer("127.0.0.1", port, answer)
     except (OSError, OverflowError) as error:
         raise UserError(
             f"127.0.0.1:{port} cannot be served: {error}",
@@ -66,12 +68,6 @@ def make_server(table: RunTable, port: int = 0) -> PageServer:
             expected="a free port",
             hint="leave the number out for any free port",
         ) from error
-
-
-def address_of(server: PageServer) -> str:
-    """Return the address of a server's page."""
-    host, port = server.server_address[:2]
-    return f"http://{host!s}:{port}{server.path}"
 
 
 def _list_runs(table: RunTable, query: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -113,7 +109,7 @@ def _describe_chosen(table: RunTable, query: Mapping[str, list[str]]) -> dict[st
     }
 
 
-def _read_line(records: Sequence[Mapping[str, float | None]], key: str) -> list[tuple[int, float]]:
+def _read_line(records: Sequence[Mapping[str, float | None]], key: str) -> list[tuple[float, ...]]:
     return thin([(step_of(record), value) for record in records if (value := record.get(key)) is not None])
 
 

@@ -5,9 +5,13 @@
   const ROW_HEIGHT = 26; // as in page.css
   const FIRST_TOKENS = 2000, MORE_TOKENS = 10000; // of one response that are shown at once
   const find = (id) => document.getElementById(id);
-  const index = await read("index");
-  const { run, step, group, sample, reward, length, finish, version, response, label } = index.columns;
-  const isPaired = label.some(Boolean); // preferences: pairs are shown side by side
+  const MOST_CARDS = 64;
+  const index = await read("index").catch((error) => {
+    find("content").textContent = error.message;
+    document.documentElement.dataset.ready = "error";
+    throw error;
+  });
+  const { run, step, group, sample, reward, length, finish, version, response, label, source, tools, observed } = index.columns;
   const total = step.length;
   const modes = new Map(index.modes.map((mode) => [mode.key, mode]));
   const members = index.prompts.map(() => []);
@@ -77,7 +81,7 @@
   function textsToSearch() {
     if (!state.texts) {
       const prompts = index.prompts.map((p) => p.text.toLowerCase());
-      state.texts = response.map((text, i) => `${prompts[group[i]]}\n${text.toLowerCase()}`);
+      state.texts = response.map((text, i) => `${prompts[group[i]]}\n${text.toLowerCase()}\n${observed[i].toLowerCase()}`);
     }
     return state.texts;
   }
@@ -129,6 +133,8 @@
     let order = [];
     for (let i = 0; matches && i < total; i++) {
       if (ranges.every(({ column, low, high }) => column[i] !== null && column[i] >= low && column[i] <= high)
+        && (!filters.source.value || source[i] === filters.source.value)
+        && (!filters.tool.value || tools[i].includes(filters.tool.value))
         && (!wantedRun || run[i] === Number(wantedRun)) && (!wantedFinish || finish[i] === wantedFinish)
         && (!wantedPrompt || `${index.prompts[group[i]].id} `.startsWith(`${wantedPrompt} `)) && matches(i)) order.push(i);
     }
@@ -148,8 +154,16 @@
   // What the shown rollouts are like at each step.
 
   function drawSummary() {
-    find("summary").replaceChildren(
-      drawChart("reward", reward, state.order, step), drawChart("tokens", length, state.order, step));
+    const pick = (from, to) => {
+      filters["step-from"].value = from;
+      filters["step-to"].value = to;
+      applyFilters();
+    };
+    const shown = index.runs.map((_, number) => state.order.filter((i) => run[i] === number));
+    const parts = index.runs.map((name, number) => [`${name}: reward`, shown[number]]).filter(([, order]) => order.length);
+    const rewards = parts.length > 1 && parts.length <= 4 ? parts : [["reward", state.order]];
+    find("summary").replaceChildren(...rewards.map(([name, order]) => drawChart(name, reward, order, step, pick)),
+      drawChart("tokens", length, state.order, step, pick));
   }
 
   // One rollout, or its group.
@@ -177,7 +191,7 @@
     find("tip").hidden = true;
     if (i < 0) return content.replaceChildren(make("p", "facts", "choose a rollout on the left"));
     const prompt = index.prompts[group[i]];
-    const shown = find("side-by-side").checked ? members[group[i]] : [i], drawing = ++state.drawn;
+    const shown = chooseShown(i), drawing = ++state.drawn;
     await load(shown);
     if (drawing !== state.drawn) return undefined; // another one was chosen meanwhile
     const others = question.reduce((n, key, g) => n + (key === question[group[i]] && members[g].length), 0);
@@ -196,6 +210,47 @@
     return undefined;
   }
 
+  // A group of the last step whose rewards differ, else a group, else any rollout.
+  function chooseFirst() {
+    const last = state.order.filter((i) => step[i] === step[state.order[0]]);
+    const isGroup = (i) => members[group[i]].length > 1;
+    return last.find((i) => new Set(members[group[i]].map((j) => reward[j])).size > 1) ?? last.find(isGroup) ?? last[0] ?? -1;
+  }
+
+  // The rollouts beside each other: one, its group, or those of its prompt at all steps, the last step first.
+  function chooseShown(i) {
+    if (!find("side-by-side").checked) return [i];
+    if (!find("every-step").checked) return members[group[i]].slice(0, Math.max(MOST_CARDS, 0));
+    const all = question.flatMap((key, g) => (key === question[group[i]] ? members[g] : []));
+    return all.sort((a, b) => step[b] - step[a] || a - b).slice(0, MOST_CARDS);
+  }
+
+  // What is shown on the right as Markdown, with fences that no text in it can close.
+  function shareText(i) {
+    const prompt = index.prompts[group[i]], shown = chooseShown(i);
+    const texts = [prompt.text, prompt.truth, ...shown.map((j) => response[j])];
+    const ticks = Math.max(2, ...texts.flatMap((text) => (text.match(/`+/g) ?? []).map((x) => x.length))) + 1;
+    const block = (title, text) => `## ${title}\n\n${"`".repeat(ticks)}\n${text}\n${"`".repeat(ticks)}\n`;
+    return [`# Prompt ${prompt.id} of ${index.runs[run[i]]}, step ${step[i]}\n`, block("Prompt", prompt.text),
+      block("Ground truth", prompt.truth),
+      ...shown.map((j) => block(`Response ${sample[j] ?? ""} of ${index.runs[run[j]]}, step ${step[j]}: reward ${round(reward[j])}, `
+        + `${length[j] ?? "?"} tokens, finish ${finish[j]}`, response[j]))].join("\n");
+  }
+
+  // The filtered rollouts in their order, one JSON object per line, with the names of the log.
+  async function saveRows() {
+    const lines = [];
+    for (const i of state.order) {
+      await load([i]);
+      const { components, ids, texts, turns } = detailsOf(i), prompt = index.prompts[group[i]];
+      lines.push(JSON.stringify({ run: index.runs[run[i]], step: step[i], source: source[i] || undefined, prompt_id: prompt.id,
+        sample_index: sample[i], prompt: prompt.text, response: response[i], ground_truth: prompt.truth, reward: reward[i],
+        reward_components: components, finish_reason: finish[i], policy_version: version[i], label: label[i] || undefined,
+        tokens: ids ?? undefined, token_texts: texts ?? undefined, turns }));
+    }
+    saveAs("rollouts.jsonl", lines.map((line) => `${line}\n`).join(""));
+  }
+
   function drawCard(i, isOneOfMany) {
     const details = detailsOf(i);
     const card = make("div", isOneOfMany && i === state.selected ? "card selected" : "card");
@@ -206,10 +261,12 @@
     say("tokens", length[i] ?? "unknown");
     say("finish", finish[i] || "unknown");
     say("policy_version", version[i] ?? "unknown");
-    const source = index.runs.length > 1 ? `${index.runs[run[i]]}: ` : "", advantages = details.advantage ?? [];
+    const where = find("every-step").checked ? `step ${step[i]}: ` : "";
+    const origin = where + (index.runs.length > 1 ? `${index.runs[run[i]]}: ` : ""), advantages = details.advantage ?? [];
     const known = advantages.filter((x) => x !== null), mean = known.reduce((a, b) => a + b, 0) / known.length;
+    if (known.length) say("advantage", round(mean));
     if (known.length) card.style.borderLeftColor = shade("diverging", mean / modes.get("advantage").scale);
-    card.append(make("h2", "", `${source}${label[i] ? `${label[i]} response` : `response ${sample[i] ?? ""}`}`), facts);
+    card.append(make("h2", "", `${origin}${label[i] ? `${label[i]} response` : `response ${sample[i] ?? ""}`}`), facts);
     if (state.mode && !details[state.mode.key]) {
       card.append(make("div", "note", `this rollout has no ${state.mode.label}: its tokens are not colored`));
     }
@@ -296,16 +353,52 @@
 
   // Start.
 
+  // What is read from disk: another scope is another address of the page.
+
+  function showScope({ parts, curves, all_steps: [first, last, count], steps, next, num_rollouts: known }) {
+    const scope = find("scope"), said = new URLSearchParams(location.search);
+    scope.hidden = find("filter-box").open = false;
+    parts.forEach((name, number) => scope.part.append(new Option(name, number)));
+    for (const field of scope.elements) {
+      if (field.type === "checkbox") field.checked = said.has(field.name);
+      else if (said.has(field.name)) field.value = said.get(field.name);
+    }
+    const go = (more) => {
+      const wanted = new URLSearchParams([...new FormData(scope)].filter(([, value]) => value));
+      for (const [name, value] of Object.entries(more)) wanted.set(name, value);
+      location.href = `${location.pathname}?${wanted}`;
+    };
+    scope.addEventListener("submit", (event) => { event.preventDefault(); go({}); });
+    scope.addEventListener("reset", () => { location.href = location.pathname; });
+    find("further").hidden = !next;
+    find("further").addEventListener("click", () => go({ file: next[0], byte: next[1] }));
+    const say = (rollouts) => {
+      const read = steps.length ? `read: steps ${steps[1]} to ${steps[0]}` : "no such step";
+      find("found").textContent = `${read}; on disk: ${rollouts === null ? "" : `${rollouts.toLocaleString("en")} rollouts, `}`
+        + `${count.toLocaleString("en")} steps, ${first} to ${last}`;
+    };
+    say(known);
+    const wait = async () => {
+      const rollouts = await (await fetch("count.json")).json();
+      say(rollouts);
+      if (rollouts === null) setTimeout(wait, 1000);
+    };
+    if (known === null) setTimeout(wait, 300);
+    find("curves").replaceChildren(...curves.map(({ name, points }) => drawChart(name, points.map((p) => p[1]),
+      points.map((_, i) => i), points.map((p) => p[0]), (from, to) => { scope.first.value = from; scope.last.value = to; go({}); })));
+  }
+
   // The address of the page says what is shown.
 
   let isWritten = null;
   function writeLink() {
     clearTimeout(isWritten);
     isWritten = setTimeout(() => {
-      const said = new URLSearchParams([...new FormData(filters)].filter(([, value]) => value && value !== "step,1"));
+      const said = new URLSearchParams([...new FormData(filters)].filter(([, value]) => value && value !== "step,-1"));
       if (state.selected >= 0) said.set("rollout", nameOf(state.selected));
       if (state.mode && state.mode !== defaultMode) said.set("color", state.mode.key);
-      if (find("side-by-side").checked !== isPaired) said.set("group", isPaired ? "0" : "1");
+      if (!find("side-by-side").checked) said.set("group", "0");
+      if (find("every-step").checked) said.set("steps", "1");
       location.replace(`#${said}`);
     }, 300);
   }
@@ -317,7 +410,8 @@
       if (field.type === "checkbox") field.checked = said.has(field.name);
       else if (said.has(field.name)) field.value = said.get(field.name);
     }
-    find("side-by-side").checked = said.has("group") ? said.get("group") === "1" : isPaired;
+    find("side-by-side").checked = said.get("group") !== "0";
+    find("every-step").checked = said.get("steps") === "1";
     state.mode = modes.get(said.get("color")) ?? defaultMode;
     if (state.mode) find("mode").value = state.mode.key;
     const wanted = said.get("rollout");
@@ -333,10 +427,10 @@
     });
     select.parentElement.hidden = names.length < (select === filters.run ? 2 : 1);
   }
-  for (const name of [...new Set(finish)].filter(Boolean).sort()) {
-    const option = make("option", "", name);
-    option.value = name;
-    filters.finish.append(option);
+  for (const [select, values] of [[filters.finish, finish], [filters.source, source], [filters.tool, tools.flat()]]) {
+    const names = [...new Set(values)].filter(Boolean).sort();
+    for (const name of names) select.append(new Option(name, name));
+    if (select !== filters.finish) select.parentElement.hidden = !names.length;
   }
   for (const mode of index.modes) {
     const option = make("option", "", mode.num_rollouts ? mode.label : `${mode.label} (not in this run)`);
@@ -344,7 +438,8 @@
     option.disabled = !mode.num_rollouts;
     find("mode").append(option);
   }
-  const defaultMode = index.modes.find((mode) => mode.num_rollouts) ?? null;
+  const isKnown = (mode) => mode.num_rollouts > 0;
+  const defaultMode = index.modes.find((mode) => mode.key === "advantage" && isKnown(mode)) ?? index.modes.find(isKnown) ?? null;
   find("mode").parentElement.hidden = !defaultMode;
   find("mode").addEventListener("change", (event) => {
     state.mode = modes.get(event.target.value);
@@ -352,14 +447,12 @@
     drawContent();
     writeLink();
   });
-  find("side-by-side").addEventListener("change", () => { drawContent(); writeLink(); });
-  find("summary").addEventListener("click", (event) => {
-    const column = event.target.closest("[data-from]");
-    if (!column) return;
-    filters["step-from"].value = column.dataset.from;
-    filters["step-to"].value = column.dataset.to;
-    applyFilters();
-  });
+  for (const name of ["side-by-side", "every-step"]) {
+    find(name).addEventListener("change", () => { drawContent(); writeLink(); });
+  }
+  find("save-rows").addEventListener("click", saveRows);
+  find("save-text").addEventListener("click", () => { if (state.selected >= 0) saveAs("rollouts.md", shareText(state.selected)); });
+  if (served) showScope(served);
   filters.addEventListener("input", applyFilters);
   filters.addEventListener("reset", () => setTimeout(applyFilters));
   filters.addEventListener("submit", (event) => event.preventDefault());
@@ -384,7 +477,7 @@
   const linked = readLink();
   drawLegend();
   applyFilters();
-  if (total) await select(linked >= 0 ? linked : state.order[0] ?? -1);
+  if (total) await select(linked >= 0 ? linked : chooseFirst());
   document.documentElement.dataset.ready = "yes";
   (window.requestIdleCallback ?? setTimeout)(textsToSearch); // so that the first search finds them made
 })();

@@ -2,7 +2,13 @@
 // What page.js is made of: reading, elements, colors, and charts.
 "use strict";
 const BARS = 240, HEIGHT = 36; // of a chart, which has a column for one step or several
-const read = (id) => { // JSON, compressed by gzip, in base64
+let served = null; // what the server sent, if the page has no data of its own
+const read = async (id) => { // JSON, compressed by gzip, in base64
+  if (!document.getElementById(id)) {
+    served ??= await (await fetch(`rollouts.json${location.search}`)).json();
+    if (served.error) throw new Error(served.error);
+    return id === "index" ? served.index : served.chunks[Number(id.slice("chunk-".length))];
+  }
   const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
 };
@@ -34,7 +40,8 @@ const shape = (name, attributes) => {
 };
 
 // A column of numbers at each step, of the rollouts in `order`: the mean, and the range of all but a tenth at either end.
-function drawChart(label, column, order, step) {
+function drawChart(label, column, order, step, pick) {
+  if (!step.length) return make("figure", "");
   const firstStep = step.reduce((a, b) => Math.min(a, b), Infinity);
   const lastStep = step.reduce((a, b) => Math.max(a, b), -Infinity);
   const perBar = Math.max(1, Math.ceil((lastStep - firstStep + 1) / BARS));
@@ -66,5 +73,18 @@ function drawChart(label, column, order, step) {
   }
   const range = found.length ? `${round(lowest)} to ${round(highest)}` : "none";
   figure.append(make("figcaption", "", `${label} by step (${range})`), chart);
+  if (pick) chart.addEventListener("click", (event) => {
+    const bar = event.target.closest("[data-from]");
+    if (bar) pick(bar.dataset.from, bar.dataset.to);
+  });
   return figure;
+}
+
+// A file to keep, made from the page.
+function saveAs(name, text) {
+  const link = make("a", "");
+  link.href = URL.createObjectURL(new Blob([text], { type: "text/plain" }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }

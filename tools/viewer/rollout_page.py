@@ -11,6 +11,7 @@ import base64
 import gzip
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,14 +20,15 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from megatron_rl.observability.metrics import as_numbers
-from megatron_rl.observability.status import read_template
+from megatron_rl.observability.metrics import VALIDATION, as_numbers
+from megatron_rl.observability.status_server import read_template
 from megatron_rl.types import UserError, has_reward
 
-_PARTS = Path(__file__).parent
-_CHUNK = 64  # rollouts per chunk
+PARTS = Path(__file__).parent
+CHUNK = 64  # rollouts per chunk
 _SCALE_QUANTILE = 0.99  # quantile of absolute values shown in full color
 _COMPRESSION = 4  # gzip level
+_TOOL_NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,80})"')  # in a call, in the formats of tools that models write
 _SCALE_VALUES = 32  # values per rollout that the quantile is taken from
 
 
@@ -145,9 +147,9 @@ def write_page(run_dirs: Sequence[Path], out: Path, steps: range | None = None) 
         UserError: no rollouts, or an invalid line.
     """
     found = [find_rollout_files(run_dir, steps) for run_dir in run_dirs]
-    names = [run_dir.resolve().name for run_dir in run_dirs]
-    head, tail = read_template(_PARTS, ", ".join(names)).split("{{data}}")
-    index, temporary = _Index(names), out.with_name(f".{out.name}.tmp")
+    names = [name_part(run_dir) for run_dir in run_dirs]
+    head, tail = read_template(PARTS, ", ".join(names)).split("{{data}}")
+    index, temporary = RolloutIndex(names), out.with_name(f".{out.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as page:
             page.write(head)
@@ -155,7 +157,7 @@ def write_page(run_dirs: Sequence[Path], out: Path, steps: range | None = None) 
             for run, step, path in [(run, *file) for run, files in enumerate(found) for file in files.items()]:
                 for where, row in _read_rows(path):
                     chunk.append(index.add(run, step, row, where))
-                    if len(chunk) == _CHUNK:
+                    if len(chunk) == CHUNK:
                         _write_data(page, index.next_chunk(), chunk)
                         chunk = []
             _write_data(page, index.next_chunk(), chunk)
@@ -169,11 +171,48 @@ def write_page(run_dirs: Sequence[Path], out: Path, steps: range | None = None) 
     return Page(len(index.columns["step"]), len(set(index.columns["step"])), out.stat().st_size, missing)
 
 
-class _Index:
-    """The page's index of all rollouts."""
+def name_part(run_dir: Path) -> str:
+    """Return the name of a run, or of a run's validation set."""
+    path = run_dir.resolve()
+    return f"{path.parents[1].name}, validation {path.name}" if path.parent.name == VALIDATION else path.name
+
+
+def texts_of(row: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a row in which one searches: prompt, response, ground truth, and what turns observed."""
+    turns = [turn for turn in row.get("turns") or () if isinstance(turn, dict)]
+    return [
+        *(_text(row.get(name)) for name in ("prompt", "response", "ground_truth")),
+        *(_text(x.get("observed")) for x in turns),
+    ]
+
+
+def tools_of(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tools that an episode called, each once."""
+    return sorted(set(_TOOL_NAME.findall(_text(row.get("response"))))) if row.get("turns") else []
+
+
+_COLUMNS = ("run", "step", "group", "sample", "reward", "length", "finish", "version", "response", "label", "source")
+_COLUMNS += "tools", "observed"
+
+
+class RolloutIndex:
+    """The page's index of its rollouts; `columns` has a list for each field."""
 
     def __init__(self, runs: Sequence[str]) -> None:
-        names = ("run", "step", "group", "sample", "reward", "length", "finish", "version", "response", "label")
+        names = (
+            "run",
+            "step",
+            "group",
+            "sample",
+            "reward",
+            "length",
+            "finish",
+            "version",
+            "response",
+            "label",
+            "source",
+        )
+        names += "tools", "observed"
         self.columns: dict[str, list[Any]] = {name: [] for name in names}
         self._runs, self._num_chunks = runs, 0
         self._groups: dict[tuple[int, str, str], int] = {}
@@ -204,6 +243,9 @@ class _Index:
             "version": _number(row.get("policy_version")),
             "response": _text(row.get("response")),
             "label": _text(row.get("label")),
+            "source": _text(row.get("source")),
+            "tools": tools_of(row),
+            "observed": "\n".join(texts_of(row)[3:]),
         }
         for name, value in entry.items():
             self.columns[name].append(value)
@@ -240,7 +282,7 @@ class _Index:
         components = {name: [found.get(i) for i in everyone] for name, found in self._components.items()}
         return {
             "runs": self._runs,
-            "chunk": _CHUNK,
+            "chunk": CHUNK,
             "modes": modes,
             "prompts": self._prompts,
             "columns": self.columns,
@@ -278,7 +320,7 @@ def _read_turns(row: Mapping[str, Any], length: int | None, where: str) -> list[
     turns = row.get("turns") or []
     starts = [turn["start"] for turn in turns if isinstance(turn, dict) and isinstance(turn.get("start"), int)]
     if len(starts) < len(turns) or starts != sorted(starts) or max(starts, default=0) > (length or 0):
-        raise _bad_row(where, f'"turns" do not begin at tokens of the {length}, one after another')
+        raise bad_row(where, f'"turns" do not begin at tokens of the {length}, one after another')
     return [
         {
             "branch": _number(turn.get("branch")) or 0,
@@ -299,7 +341,7 @@ def _read_numbers(row: Mapping[str, Any], name: str, length: int | None, where: 
     except (TypeError, ValueError):
         found = None
     if found is None or found.shape != (length,):
-        raise _bad_row(where, f"{name} is not a list of {length} numbers")
+        raise bad_row(where, f"{name} is not a list of {length} numbers")
     return found
 
 
@@ -311,13 +353,14 @@ def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise _bad_row(where, f"no JSON: {error}") from error
+                raise bad_row(where, f"no JSON: {error}") from error
             if not isinstance(row, dict):
-                raise _bad_row(where, f"a {type(row).__name__}")
+                raise bad_row(where, f"a {type(row).__name__}")
             yield where, row
 
 
-def _bad_row(where: str, found: str) -> UserError:
+def bad_row(where: str, found: str) -> UserError:
+    """Return the error of a line that is no rollout."""
     return UserError(
         found,
         source=where,

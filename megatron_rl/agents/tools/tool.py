@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import time
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -39,6 +40,7 @@ class ToolEnvironment:
 
     def __init__(self, calls: Mapping[str, Call], in_sandbox: Mapping[str, Call] | None = None) -> None:
         self._calls, self._in_sandbox = {**calls}, in_sandbox or {}
+        self._times: list[tuple[str, float, float]] = []
 
     def reset(self, task: Task) -> Observation:
         """Return an observation without messages."""
@@ -52,15 +54,22 @@ class ToolEnvironment:
             return Done()
         return Observation([{"role": "tool", "content": self._run(call)} for call in reply.tool_calls])
 
+    def take_calls(self) -> list[tuple[str, float, float]]:
+        """Return name, start and end, by `time.monotonic`, of the calls since the last call of this method."""
+        times, self._times = self._times, []
+        return times
+
     def _run(self, call: ToolCall) -> str:
         if call.arguments is None:
             return 'error: a tool call is an object with a "name" and "arguments"'
         if call.name not in self._calls:
             return f"error: there is no tool {call.name[:100]}; there are {', '.join(self._calls)}"
+        started = time.monotonic()
         try:
             result = self._calls[call.name](**call.arguments)
         except Exception as error:  # tools can raise anything
             result = f"error: {type(error).__name__}: {error}"
+        self._times.append((call.name, started, time.monotonic()))
         text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         return text if len(text) <= _LONGEST_RESULT else f"{text[:_LONGEST_RESULT]} ({len(text)} characters, cut)"
 
