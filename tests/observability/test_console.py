@@ -53,7 +53,7 @@ step   8/100 | reward 0.4124 | format 0.5    | kl 1.23e-03 | clip 0.0125 | grad 
 
 @pytest.mark.parametrize("width", RECORDED)
 def test_lines_of_steps_fit_the_terminal_and_keep_their_columns(width: int) -> None:
-    """A narrow terminal has fewer columns, which stay where they are when values and phases change."""
+    """A narrow terminal has fewer columns, which keep their places when values and phases change."""
     widths: dict[str, int] = {}
     text = "\n".join(
         format_console_line(step, 100, record, width, widths) for step, record in ((7, STEP), (8, VALIDATED))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other trackers with their real packages, where they are installed, without a network.
+"""The other trackers with their real packages, if they are installed, without a network.
 
 Not covered: servers, uploads and web pages.
 """
@@ -50,7 +50,7 @@ print(json.dumps([run.info.status, keys, [[p.step, p.value] for p in points]]))
 
 
 def call(*arguments: str, **more: str) -> str:
-    """Run Python in a process of its own, and return what it prints."""
+    """Run Python in a process of its own, and return its output."""
     import os
 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **more}
@@ -93,7 +93,7 @@ if is_installed("swanlab"):
 
 
 class Recorded(Tracker):
-    """Tracker that keeps what it gets, and fails from step 3 on."""
+    """Tracker that keeps its records, and fails from step 3 on."""
 
     title = "Recorded"
 
