@@ -391,7 +391,7 @@ class PhaseTimers:
                 yield
         except BaseException as error:
             if span:
-                span.error = type(error).__name__
+                span.fail(type(error).__name__)
             if not hasattr(error, "left_phase") and name != "step":
                 vars(error)["left_phase"] = name  # for the report of the failure
             raise
