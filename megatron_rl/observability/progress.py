@@ -364,9 +364,9 @@ class PhaseTimers:
         """Set `memory_probe` (returns bytes in use) and `annotate` (opens a profiler's range), for every phase."""
         self.memory_probe, self.annotate = memory_probe, annotate
 
-    def begin_step(self, step: int) -> None:
-        """Set the step of the phases that follow."""
-        self.step = step
+    def begin_step(self, step: int, idle: str = "between phases") -> None:
+        """Set the step of the phases that follow, and what happens outside of all phases."""
+        self.step, self.idle = step, idle
 
     @contextmanager
     def phase(self, name: str, *, swallow: bool = False) -> Iterator[None]:
