@@ -111,7 +111,7 @@ class StatusPage(Sink):
         self._state = {"name": "running", "text": ""}
         self._log_size = log.stat().st_size if log is not None and log.exists() else 0
         self._viewers: dict[str, tuple[float, str]] = {}  # open page -> time of its last question, state that it saw
-        self._is_closed = False
+        self._is_closed = self._has_begun = False
         self._page = read_template(_PARTS, name, connect="'self'", libraries=(CHARTS_LIBRARY,))
         try:
             self._server = PageServer(host, port, self._answer, self._look_for_failure)
@@ -132,7 +132,7 @@ class StatusPage(Sink):
         Args:
             positions: returns the last heartbeat of each rank; empty without a watchdog.
         """
-        self._ranks = _Ranks(positions)
+        self._ranks, self._has_begun = _Ranks(positions), True
         for record in records:
             self._add(step_of(record), record)
 
@@ -238,7 +238,8 @@ class StatusPage(Sink):
         return self._page.replace("<main>", f'<script type="application/json" id="frozen">{data}</script>\n<main>', 1)
 
     def _write(self) -> None:
-        if self._file is not None:
+        # What another attempt has left stays if this one ends before it has records.
+        if self._file is not None and (self._has_begun or not self._file.exists()):
             replace_text(self._file, self.freeze(), errors="replace")
 
     def _look_for_failure(self) -> None:

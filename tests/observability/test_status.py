@@ -537,6 +537,17 @@ def test_a_run_that_a_signal_stopped_says_so(run: tuple[Run, str]) -> None:
     assert '"text": "SIGTERM after step 2: the same command resumes the run."' in text and '"name": "stopped"' in text
 
 
+def test_a_refused_run_keeps_the_page_of_the_one_before(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text("of a finished run")
+    StatusPage("run", "127.0.0.1", 0, now=dict, file=file).close()
+    assert file.read_text() == "of a finished run"
+    page = StatusPage("run", "127.0.0.1", 0, now=dict, file=file)
+    page.begin([], tuple)
+    page.close()
+    assert '"name": "stopped"' in file.read_text()
+
+
 def test_a_loading_run_has_a_page(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", CONFIG_YAML, 4, CONFIG, 0)
     assert run.page is not None
