@@ -112,7 +112,7 @@ class Spans:
         self._close(span, end)
 
     def begin_requests(self, owner: Hashable, requests: Iterable[Any]) -> None:
-        """Open the spans of `protocol.Request`s that an engine gets; `owner` has at most one request per key at a time."""
+        """Open the spans of `protocol.Request`s that an engine gets; `owner` has at most one per key at a time."""
         for request in requests:
             episode = self._running.get(("episode", owner, request.key))
             span = self._begin_running(("request", owner, request.key), "request", episode)

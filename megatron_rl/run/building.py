@@ -203,6 +203,7 @@ def build_rollout(
         found = {name: actor.model.params[owned] for name, owned in pairs.items()}
         return {name: param for name, param in found.items() if isinstance(param, torch.Tensor)}
 
+    timers.begin_step(0, "starting the engines")
     engine = _build_engine(config, actor, process, find_shareable, stop, thoughts)
     hybrid = HybridEngine(
         actor,

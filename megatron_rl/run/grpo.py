@@ -256,9 +256,8 @@ class Trainer:
         progress = self.run.follow_rollouts(open_store("rollouts", world()))
         sinks = RunSinks(timers, progress, self.run.dir / "schedule")
         if self.run.page is not None:
-            self.run.page.place(
-                inputs.roles, config.placement.ranks_of("rollout", self.process.world_size), inputs.plan
-            )
+            self.run.page.place(inputs.roles, config.placement, inputs.plan)
+        timers.begin_step(0, "loading weights")
         self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
         self.teachers = made.teachers

@@ -224,10 +224,8 @@ def build_primitives(
     spec, timers = inputs.spec, sinks.timers
     if not parts.rollouts and process.rank in config.placement.ranks_of("rollout", process.world_size):
         import_library(config.rollout.engine, process.device)
-    timers.idle = "loading weights"
     roles = build_roles(config, inputs, parts)
     reference, critic = roles.get("reference"), roles.get("critic")
-    timers.idle = "starting the engines"
     sampling = build_rollout_members(config, inputs, roles, process, sinks, parts)
     packers = {
         name: Packer(roles[name].model, spec.roles[name].settings, inputs.plan, config.algorithm, process.device)
