@@ -29,7 +29,7 @@ import numpy as np
 
 from megatron_rl.types import UserError
 
-METRICS_FILE, ROLLOUTS, CONFIG_FILE = "metrics.jsonl", "rollouts", "config.yaml"
+METRICS_FILE, ROLLOUTS, CONFIG_FILE, STOPPED_FILE = "metrics.jsonl", "rollouts", "config.yaml", "stopped.json"
 VALIDATION = "validation"  # holds a folder of rollouts for each set
 MOST_CHARACTERS = 4000  # of a shown text; rollouts/ has all of it
 SAMPLE_FIELDS = ("label", "prompt", "response", "ground_truth", "reward", "reward_components", "finish_reason")

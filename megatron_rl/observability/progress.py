@@ -258,7 +258,7 @@ class PhaseTimers:
 
     def begin_step(self, step: int) -> None:
         """Set the step of the phases that follow."""
-        self.step = step
+        self.step, self.idle = step, "between phases"
 
     @contextmanager
     def phase(self, name: str, *, swallow: bool = False) -> Iterator[None]:
@@ -274,7 +274,7 @@ class PhaseTimers:
                 yield
         except BaseException as error:
             if span:
-                span.error = type(error).__name__
+                span.fail(type(error).__name__)
             if not hasattr(error, "left_phase") and name != "step":
                 vars(error)["left_phase"] = name  # for the report of the failure
             raise

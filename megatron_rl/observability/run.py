@@ -33,6 +33,7 @@ from megatron_rl.config.sections import HealthConfig, ObservabilityConfig
 from megatron_rl.observability.metrics import (
     CONFIG_FILE,
     ROLLOUTS,
+    STOPPED_FILE,
     SUMMARY_FILE,
     VALIDATION,
     MetricsFile,
@@ -68,9 +69,7 @@ if TYPE_CHECKING:
     from megatron_rl.observability.status import Positions, StatusPage
 
 
-STOPPED_FILE = "stopped.json"
 _ROOM_BYTES = 1 << 20  # free space that a run needs to begin
-_NUM_WARNINGS = 20
 _NUM_SAMPLES = 4  # rollouts of a step that are passed to sinks
 
 
@@ -108,12 +107,9 @@ class Run:
         self.log = open_rank_log(run_dir, rank)
         self.page: StatusPage | None = None  # from now on, since loading a model takes minutes
         if self.is_writer and settings.status_port is not None:
-            from megatron_rl.observability.status import STATUS_FILE, StatusPage
+            from megatron_rl.observability.status import open_page
 
-            files: dict[str, Any] = dict(file=run_dir / STATUS_FILE, log=self.log_file)
-            name, host, port = run_dir.resolve().name, settings.status_host, settings.status_port
-            self.page = StatusPage(name, host, port, now=self._describe_now, **files)
-            self.log.info("status page: %s", self.page.url)
+            self.page = open_page(run_dir, settings, self._describe_now, self.log)
 
     @property
     def is_finished(self) -> bool:
@@ -155,7 +151,6 @@ class Run:
         if self.page is not None:
             self.page.begin(records, positions)
             add(self.page)
-        self.timers.idle = "between phases"
         for name in (*([] if settings.wandb == "off" else ["wandb"]), *settings.trackers):
             from megatron_rl.observability.trackers import TRACKERS
 
@@ -281,9 +276,7 @@ class Run:
             display.show_rollout("validation" if "validation" in self.timers.phases else "rollout", count)
 
     def _describe_now(self) -> dict[str, Any]:
-        """Return the status page's data that change within a step (phase, times, warnings), and the config."""
-        from megatron_rl.observability.status import read_warnings
-
+        """Return the status page's data that change within a step (phase and times), and the config."""
         phase, seconds = self.timers.current()
         pace, rollout = self._pace, self._rollout
         return {
@@ -295,8 +288,6 @@ class Run:
             "remaining_seconds": pace.remaining,
             "rollout": rollout and asdict(rollout),
             "updates": len(self.series.get("policy/grad_norm", ())),
-            "directory": str(self.dir),
-            "warnings": read_warnings(self.log_file, _NUM_WARNINGS),
             "config": self._config_yaml,
         }
 
@@ -308,8 +299,6 @@ class Run:
         """Write stopped.json, for a run that is to be restarted; the restart removes the file."""
         if self.is_writer:
             replace_text(self.dir / STOPPED_FILE, json.dumps(content) + "\n")
-            if self.page is not None:
-                self.page.end("stopped", "{signal} after step {step}: the same command resumes it.".format(**content))
 
     def is_best(self, metrics: Mapping[str, float], name: str | None) -> bool:
         """Return True, and store it, if the named metric is the highest so far (UserError if it was not measured)."""

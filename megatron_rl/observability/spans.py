@@ -22,22 +22,16 @@ import logging
 import os
 import random
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_rl.config.sections import ObservabilityConfig
 from megatron_rl.observability.metrics import replace_text
-from megatron_rl.parallel.collectives import gather_objects, share_object, world
 from megatron_rl.types import Prompt, UserError
-
-if TYPE_CHECKING:
-    from megatron_rl.agents.episode import Answer
-    from megatron_rl.agents.in_rank import AnyEpisodes
-    from megatron_rl.engines.protocol import Request, Sampled
 
 _BATCH = 512  # spans of one message
 _MOST_WAITING = 8  # records whose spans may wait to be sent
@@ -59,22 +53,38 @@ class Span:
     end: float = 0.0
     error: str = ""
 
+    def close(self, end: float) -> None:
+        """Set the end."""
+        self.end = end
+
+    def fail(self, error: str) -> None:
+        """Set the error."""
+        self.error = error
+
 
 class Spans:
-    """Recorder of one rank's spans; creating it is collective.
+    """Recorder of one rank's spans.
 
     Args:
         run_dir: gets traces/step_<N>.json.
+        session: a random number, equal on all ranks.
+        gather: returns an object of every rank, in rank order; collective.
 
     Raises:
         UserError: a variable of OpenTelemetry has a value that its exporter refuses.
     """
 
-    def __init__(self, run_dir: Path, settings: ObservabilityConfig) -> None:
-        self._dir, self._rank = run_dir, world().rank()
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: ObservabilityConfig,
+        rank: int,
+        session: int,
+        gather: Callable[[Any], Sequence[Any]],
+    ) -> None:
+        self._dir, self._rank, self._session, self._gather = run_dir, rank, session, gather
         self._steps = frozenset(settings.trace_steps)
         self._chance = random.Random(os.urandom(16))  # a generator of its own: the run's are left alone
-        self._session = share_object(self._chance.getrandbits(128), world())
         self._offset = time.time_ns() - round(time.perf_counter() * 1e9)
         self._open: list[Span] = []  # phases, the outermost first
         self._running: dict[Hashable, Span] = {}  # requests and episodes
@@ -87,11 +97,10 @@ class Spans:
         if self._open:
             span = self._child(name, start, self._open[-1])
         else:
-            trace, root = self._digest(f"{step}", 16), self._digest(f"{step} {name}", 8)
-            is_first = self._rank == 0
-            span = Span(name, start, None, trace, root if is_first else self._chance.getrandbits(64), {"step": step})
-            if not is_first:
-                span.parent = Span(name, start, None, trace, root)
+            trace, attributes = self._digest(f"{step}", 16), {"step": step}
+            span = Span(name, start, None, trace, self._digest(f"{step} {name}", 8), attributes)
+            if self._rank:
+                span = Span(name, start, span, trace, self._chance.getrandbits(64), attributes)
         self._open.append(span)
         return span
 
@@ -102,16 +111,16 @@ class Spans:
             self._step = span.attributes["step"]
         self._close(span, end)
 
-    def begin_requests(self, owner: Hashable, requests: Iterable[Request]) -> None:
-        """Open the spans of requests that an engine gets; `owner` has at most one request per key at a time."""
+    def begin_requests(self, owner: Hashable, requests: Iterable[Any]) -> None:
+        """Open the spans of `protocol.Request`s that an engine gets; `owner` has at most one per key at a time."""
         for request in requests:
             episode = self._running.get(("episode", owner, request.key))
             span = self._begin_running(("request", owner, request.key), "request", episode)
-            span.attributes = {"sample": request.key, "turn": request.turn, "gen_ai.operation.name": "chat"}
+            span.attributes.update({"sample": request.key, "turn": request.turn, "gen_ai.operation.name": "chat"})
             span.attributes["gen_ai.usage.input_tokens"] = len(request.tokens)
 
-    def end_request(self, owner: Hashable, sampled: Sampled) -> None:
-        """Close the span of a request that has got its response."""
+    def end_request(self, owner: Hashable, sampled: Any) -> None:
+        """Close the span of a request that has got its response, a `protocol.Sampled`."""
         span = self._running.pop(("request", owner, sampled.key), None)
         if span is not None:
             span.attributes["gen_ai.usage.output_tokens"] = len(sampled.tokens)
@@ -121,10 +130,10 @@ class Spans:
     def begin_episode(self, key: tuple[Hashable, int], prompt: Prompt) -> None:
         """Open the span of an episode; `key`: its owner, as in `begin_requests`, and its number there."""
         span = self._begin_running(("episode", *key), "episode", None)
-        span.attributes = {"sample": key[1], "prompt_id": prompt.prompt_id, "source": prompt.source}
+        span.attributes.update({"sample": key[1], "prompt_id": prompt.prompt_id, "source": prompt.source})
 
-    def add_answer(self, key: tuple[Hashable, int], answer: Answer) -> None:
-        """Add the spans of an environment's answer and of its tools; the last answer closes the episode."""
+    def add_answer(self, key: tuple[Hashable, int], answer: Any) -> None:
+        """Add the spans of an environment's `episode.Answer` and of its tools; the last answer closes the episode."""
         episode = self._running.get(("episode", *key))
         if episode is None:
             return
@@ -132,7 +141,7 @@ class Spans:
             environment = self._child("environment", answer.began, episode)
             for name, start, end in answer.calls:
                 tool = self._child(f"tool {name}", start, environment)
-                tool.attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name}
+                tool.attributes.update({"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name})
                 self._close(tool, end)
             self._close(environment, answer.began + answer.seconds)
         if answer.tail is None:
@@ -143,11 +152,11 @@ class Spans:
         span = self._running.pop(("episode", *key), None)
         if span is not None:
             span.attributes["finish_reason"] = reason
-            span.error = failure.strip().rpartition("\n")[2]
+            span.fail(failure.strip().rpartition("\n")[2])
             self._close(span, time.perf_counter())
 
-    def follow(self, processes: AnyEpisodes) -> Any:
-        """Return a proxy of the environments' processes that records their episodes."""
+    def follow(self, processes: Any) -> Any:
+        """Return a proxy of the environments' processes, `in_rank.AnyEpisodes`, that records their episodes."""
         return _FollowedEpisodes(processes, self)
 
     def flush(self) -> None:
@@ -155,7 +164,7 @@ class Spans:
         ended, self._ended = self._ended, []
         step, self._step = self._step, None
         if step in self._steps:
-            found = gather_objects(self._describe_events(ended), world())
+            found = self._gather(self._describe_events(ended))
             if self._rank == 0:
                 folder = self._dir / "traces"
                 folder.mkdir(exist_ok=True)
@@ -166,7 +175,7 @@ class Spans:
             self._sender.send([self._place(span) for span in ended])
 
     def close(self) -> None:
-        """Send what is left, and wait for it."""
+        """Send the rest, and wait for it."""
         if self._sender is not None:
             self._sender.send([self._place(span) for span in self._ended])
             self._sender.close()
@@ -182,7 +191,7 @@ class Spans:
         return span
 
     def _close(self, span: Span, end: float) -> None:
-        span.end = end
+        span.close(end)
         self._ended.append(span)
 
     def _place(self, span: Span) -> tuple[Span, int, int]:
@@ -244,7 +253,7 @@ def join_profiles(events: Sequence[dict[str, Any]], folder: Path, step: int) -> 
 class _FollowedEpisodes:
     """Proxy of the processes of environments, with the spans of their episodes."""
 
-    def __init__(self, processes: AnyEpisodes, spans: Spans) -> None:
+    def __init__(self, processes: Any, spans: Spans) -> None:
         self._processes, self._spans = processes, spans
         self.send_reply, self.close_all = processes.send_reply, processes.close_all
 
@@ -252,7 +261,7 @@ class _FollowedEpisodes:
         self._spans.begin_episode(key, prompt)
         self._processes.open(key, prompt)
 
-    def wait(self) -> Mapping[Any, Answer]:
+    def wait(self) -> Mapping[Any, Any]:
         answers = self._processes.wait()
         for key, answer in answers.items():
             self._spans.add_answer(key, answer)
@@ -264,7 +273,7 @@ class _FollowedEpisodes:
 
 
 class _Sender:
-    """Thread that sends spans by OTLP, as OpenTelemetry's own variables say (OTEL_EXPORTER_OTLP_ENDPOINT ...)."""
+    """Thread that sends spans by OTLP, set up by OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT ...)."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         from opentelemetry.sdk.resources import Resource

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import math
 import re
 import threading
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.observability.metrics import (
     SAMPLE_FIELDS,
+    STOPPED_FILE,
     Record,
     Sink,
     find_metric,
@@ -28,6 +30,7 @@ from megatron_rl.observability.metrics import (
     shorten,
     step_of,
 )
+from megatron_rl.observability.progress import log_path
 from megatron_rl.observability.status_server import CHARTS_LIBRARY, PageServer, read_template
 from megatron_rl.types import UserError
 
@@ -38,6 +41,7 @@ STATUS_FILE = "status.html"
 _PARTS = Path(__file__).parent / "status_page"
 _MOST_POINTS = 400  # of a curve in one response
 _MOST_ALARMS = 20
+_NUM_WARNINGS = 20
 _MOST_PHASES = 7  # of the chart of phases
 _MOST_TOKENS = 400  # of a sample
 _LOOK_SECONDS = 1.0  # between two reads of the heartbeats, for any number of viewers
@@ -82,8 +86,6 @@ class StatusPage(Sink):
 
     Args:
         now: returns data that change between two steps; called for each response.
-        positions: returns the last heartbeat of each rank; empty without a watchdog.
-        records: earlier records of a resumed run, for the curves.
         file: gets the page with its data after each step and at the end, if any.
         log: rank 0's log, in which the report of a failure appears.
 
@@ -98,12 +100,10 @@ class StatusPage(Sink):
         port: int,
         *,
         now: Callable[[], Mapping[str, Any]],
-        positions: Positions = tuple,
-        records: Sequence[Record] = (),
         file: Path | None = None,
         log: Path | None = None,
     ) -> None:
-        self._name, self._now, self._ranks, self._file, self._log = name, now, _Ranks(positions), file, log
+        self._name, self._now, self._ranks, self._file, self._log = name, now, _Ranks(), file, log
         self._curves: dict[str, dict[str, list[tuple[float, ...]]]] = {title: {} for title in CHARTS}
         self._times: list[tuple[int, dict[str, float]]] = []
         self._samples: dict[str, Any] = {"step": None, "rows": []}
@@ -113,8 +113,7 @@ class StatusPage(Sink):
         self._state = {"name": "running", "text": ""}
         self._log_size = log.stat().st_size if log is not None and log.exists() else 0
         self._viewers: dict[str, tuple[float, str]] = {}  # open page -> time of its last question, state that it saw
-        self._is_closed = False
-        self.begin(records, positions)
+        self._is_closed = self._has_begun = False
         self._page = read_template(_PARTS, name, connect="'self'", libraries=(CHARTS_LIBRARY,))
         try:
             self._server = PageServer(host, port, self._answer, self._look_for_failure)
@@ -130,17 +129,21 @@ class StatusPage(Sink):
         atexit.register(self.close)  # of a run that fails before its first step
 
     def begin(self, records: Sequence[Record], positions: Positions) -> None:
-        """Set the records so far and the source of heartbeats."""
-        self._ranks.positions = positions
+        """Add the records of a resumed run to the curves, and show the heartbeats of ranks.
+
+        Args:
+            positions: returns the last heartbeat of each rank; empty without a watchdog.
+        """
+        self._ranks, self._has_begun = _Ranks(positions), True
         for record in records:
             self._add(step_of(record), record)
 
-    def place(self, roles: Mapping[str, Any], ranks: Sequence[int], plan: Any) -> None:
+    def place(self, roles: Mapping[str, Any], placement: Any, plan: Any) -> None:
         """Set the map of ranks, and the optimizer steps of a step.
 
         Args:
             roles: `RoleInputs` by name.
-            ranks: of the rollout engines.
+            placement: `PlacementConfig` of the run.
             plan: `BatchPlan` of the run.
         """
         found: dict[int, dict[str, str]] = {}
@@ -152,7 +155,7 @@ class StatusPage(Sink):
                 where = [f"{axis}{getattr(at, axis)}" for axis, size in sizes.items() if size > 1]
                 found.setdefault(rank, {})[role.spec.title] = " ".join(where)
         actor = next(iter(roles.values())).layout
-        width = plan.engine_ranks
+        width, ranks = plan.engine_ranks, placement.ranks_of("rollout", plan.world_size)
         engines: Sequence[Sequence[int]] = [ranks[first : first + width] for first in range(0, len(ranks), width)]
         if plan.engine_is_actor:
             engines = actor.model_copies().of
@@ -209,6 +212,8 @@ class StatusPage(Sink):
             "run": self._name,
             "state": self._state,
             **self._now(),
+            "directory": str(self._file.parent) if self._file else "",
+            "warnings": read_warnings(self._log, _NUM_WARNINGS) if self._log else [],
             "ranks": self._ranks.look(),
             "places": self._places,
             "all_updates": self._updates,
@@ -235,7 +240,8 @@ class StatusPage(Sink):
         return self._page.replace("<main>", f'<script type="application/json" id="frozen">{data}</script>\n<main>', 1)
 
     def _write(self) -> None:
-        if self._file is not None:
+        # What another attempt has left stays if this one ends before it has records.
+        if self._file is not None and (self._has_begun or not self._file.exists()):
             replace_text(self._file, self.freeze(), errors="replace")
 
     def _look_for_failure(self) -> None:
@@ -256,6 +262,10 @@ class StatusPage(Sink):
         self._is_closed = True
         atexit.unregister(self.close)
         self._look_for_failure()
+        stop = self._file and self._file.with_name(STOPPED_FILE)
+        if stop and stop.exists() and self._state["name"] == "running":
+            found = json.loads(stop.read_text(encoding="utf-8"))
+            self.end("stopped", f"{found['signal']} after step {found['step']}: the same command resumes the run.")
         self.end("stopped", "")
         self._write()
         deadline = time.monotonic() + _GOODBYE_SECONDS
@@ -265,6 +275,14 @@ class StatusPage(Sink):
         ):
             time.sleep(0.05)
         self._server.stop()
+
+
+def open_page(run_dir: Path, settings: Any, now: Callable[[], Mapping[str, Any]], log: logging.Logger) -> StatusPage:
+    """Serve the page of a run as `settings`, an `ObservabilityConfig`, say, and log its address."""
+    files = {"file": run_dir / STATUS_FILE, "log": log_path(run_dir, 0)}
+    page = StatusPage(run_dir.resolve().name, settings.status_host, settings.status_port, now=now, **files)
+    log.info("status page: %s", page.url)
+    return page
 
 
 def _find_band(record: Record, key: str, value: float) -> tuple[float, ...]:
@@ -292,8 +310,8 @@ def _describe_sample(row: Mapping[str, Any]) -> dict[str, Any]:
 class _Ranks:
     """Cache of the ranks' heartbeats and of the seconds since each changed, refreshed at most once a second."""
 
-    def __init__(self, positions: Positions) -> None:
-        self.positions, self._lock = positions, threading.Lock()
+    def __init__(self, positions: Positions = tuple) -> None:
+        self._positions, self._lock = positions, threading.Lock()
         self._heard: dict[int, tuple[int, float]] = {}  # rank -> its last `looks`, and the time of their change
         self._last: list[dict[str, Any]] = []
         self._looked_at = -math.inf
@@ -303,7 +321,7 @@ class _Ranks:
         with self._lock:
             now = time.monotonic()
             if now - self._looked_at >= _LOOK_SECONDS:
-                self._last = [self._describe(rank, beat, now) for rank, beat in enumerate(self.positions())]
+                self._last = [self._describe(rank, beat, now) for rank, beat in enumerate(self._positions())]
                 self._looked_at = now
             return self._last
 

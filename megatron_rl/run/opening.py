@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,7 +40,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.extension.registry import GYM, HUB, OBJECT
 from megatron_rl.observability.metrics import METRICS_FILE, has_records
 from megatron_rl.observability.run import Run
-from megatron_rl.parallel.collectives import failing_together, open_store, share_object, world
+from megatron_rl.parallel.collectives import failing_together, gather_objects, open_store, share_object, world
 from megatron_rl.run.guard import Guard
 from megatron_rl.types import UserError
 
@@ -436,7 +437,9 @@ def _open_locked(
     if config.observability.traces != "off" or config.observability.trace_steps:
         from megatron_rl.observability.spans import Spans
 
-        run.timers.trace(Spans(run_dir, config.observability))
+        session = share_object(uuid.uuid4().int, group)
+        gather = partial(gather_objects, group=group)
+        run.timers.trace(Spans(run_dir, config.observability, group.rank(), session, gather))
     checkpoint = choose_checkpoint(config.checkpoint.resume, run, is_known, group)
     if is_finished and (checkpoint is None or checkpoint.parent != run.checkpoints):
         raise _refuse(run_dir)

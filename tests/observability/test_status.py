@@ -24,6 +24,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from megatron_rl.config.schema import ObservabilityConfig
+from megatron_rl.config.sections import PlacementConfig
 from megatron_rl.observability.failures import Position
 from megatron_rl.observability.progress import LOGGER_NAME, RolloutCount, close_rank_log, show_error
 from megatron_rl.observability.run import CHECKS, Run
@@ -137,7 +138,7 @@ def test_status_says_where_the_run_is(run: tuple[Run, str]) -> None:
 def test_thirds_of_the_layers_are_lines_of_one_chart() -> None:
     """A chart has a metric and its thirds, but no other metric."""
     keys = ["moe/max_load", "moe/max_load/first", "moe/max_load/last", "moe/mean_load", "moe/entropy/last"]
-    page = StatusPage("run", "127.0.0.1", 0, now=dict, positions=tuple)
+    page = StatusPage("run", "127.0.0.1", 0, now=dict)
     page.log(1, dict.fromkeys(keys, 1.0))
     charts = page.status()["charts"]
     page.close()
@@ -184,7 +185,7 @@ def test_only_who_knows_the_token_is_answered(run: tuple[Run, str], tmp_path: Pa
     ):
         code, _, body = ask(run[1], path)
         assert code == 404 and token.encode() not in body and b"<script" not in body, path
-    pages = [StatusPage("run", "127.0.0.1", 0, now=dict, positions=tuple) for _ in range(2)]
+    pages = [StatusPage("run", "127.0.0.1", 0, now=dict) for _ in range(2)]
     paths = [urlsplit(page.url).path for page in pages]
     assert len({token, *(path.strip("/") for path in paths)}) == 3
     for page in pages:
@@ -234,7 +235,7 @@ def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent connections neither exhaust threads nor block the page for long."""
     from megatron_rl.observability import status_server as module
 
-    page = StatusPage("run", "127.0.0.1", 0, now=dict, positions=tuple)
+    page = StatusPage("run", "127.0.0.1", 0, now=dict)
     address, threads = urlsplit(page.url), threading.active_count()
     with ExitStack() as stack:
         for number in range(1, module._MOST_CONNECTIONS + 1):
@@ -262,21 +263,22 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"127.0.0.1:{port} cannot be served") as caught:
-            StatusPage("run", "127.0.0.1", port, now=dict, positions=tuple)
+            StatusPage("run", "127.0.0.1", port, now=dict)
     assert caught.value.source == "observability.status_port"
-    page = StatusPage("run", "127.0.0.1", port, now=dict, positions=tuple)  # free again
+    page = StatusPage("run", "127.0.0.1", port, now=dict)  # free again
     ask(page.url, "status.json")
     page.close()
     page.close()
     with pytest.raises(ConnectionRefusedError):
         ask(page.url, "status.json")
     # A restarted run:
-    StatusPage("run", "127.0.0.1", port, now=dict, positions=tuple).close()
+    StatusPage("run", "127.0.0.1", port, now=dict).close()
 
 
 def test_a_resumed_run_shows_its_curves(tmp_path: Path) -> None:
     records = [{"step": step, "reward/mean": None if step == 2 else step / 1000} for step in range(1, 1001)]
-    page = StatusPage("run", "127.0.0.1", 0, now=dict, positions=tuple, records=records)
+    page = StatusPage("run", "127.0.0.1", 0, now=dict)
+    page.begin(records, tuple)
     page.log(1001, {"reward/mean": 2.0})
     (chart,) = page.status()["charts"]
     page.close()
@@ -483,7 +485,7 @@ def test_a_killed_run_and_a_failed_one(run: tuple[Run, str]) -> None:
         show_error(f"no memory\n  hint:     {HOSTILE}", run[0].log_file)
         page.locator("#state", has_text="failed").wait_for(timeout=10_000)
         assert page.locator("#end").text_content() == f"no memory\n  hint:     {HOSTILE}"
-        other = StatusPage("run", "127.0.0.1", 0, now=run[0]._describe_now)
+        other = StatusPage("run", "127.0.0.1", 0, now=run[0]._describe_now, file=run[0].dir / "other.html")
         page.goto(other.url)
         page.locator("#state", has_text="running").wait_for(timeout=10_000)
         other._server.stop()
@@ -528,6 +530,24 @@ def test_the_end_waits_for_open_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     other.close()
 
 
+def test_a_run_that_a_signal_stopped_says_so(run: tuple[Run, str]) -> None:
+    run[0].note_stop({"signal": "SIGTERM", "step": 2, "exit_code": 75})
+    run[0].close()
+    text = (run[0].dir / "status.html").read_text()
+    assert '"text": "SIGTERM after step 2: the same command resumes the run."' in text and '"name": "stopped"' in text
+
+
+def test_a_refused_run_keeps_the_page_of_the_one_before(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text("of a finished run")
+    StatusPage("run", "127.0.0.1", 0, now=dict, file=file).close()
+    assert file.read_text() == "of a finished run"
+    page = StatusPage("run", "127.0.0.1", 0, now=dict, file=file)
+    page.begin([], tuple)
+    page.close()
+    assert '"name": "stopped"' in file.read_text()
+
+
 def test_a_loading_run_has_a_page(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", CONFIG_YAML, 4, CONFIG, 0)
     assert run.page is not None
@@ -543,8 +563,8 @@ def test_a_loading_run_has_a_page(tmp_path: Path) -> None:
 def test_the_map_of_ranks() -> None:
     page = StatusPage("run", "127.0.0.1", 0, now=dict)
     role = SimpleNamespace(layout=ParallelLayout(4, tp_size=2, cp_size=2), spec=SimpleNamespace(title="actor"))
-    plan = SimpleNamespace(engine_ranks=2, engine_is_actor=False, optimizer_steps_per_step=3)
-    page.place({"actor": role}, range(2, 6), plan)
+    plan = SimpleNamespace(engine_ranks=2, engine_is_actor=False, optimizer_steps_per_step=3, world_size=6)
+    page.place({"actor": role}, PlacementConfig(rollout="2-5"), plan)
     assert [place["roles"] for place in page.status()["places"]] == [
         {"actor": "tp0 cp0"},
         {"actor": "tp1 cp0"},
@@ -553,7 +573,7 @@ def test_the_map_of_ranks() -> None:
         {"engine 1": "tp0"},
         {"engine 1": "tp1"},
     ]
-    page.place({"actor": role}, range(4), SimpleNamespace(**vars(plan) | {"engine_is_actor": True}))
+    page.place({"actor": role}, PlacementConfig(), SimpleNamespace(**vars(plan) | {"engine_is_actor": True}))
     assert page.status()["places"][3]["roles"] == {"actor": "tp1 cp1", "engine 1": "tp1"}
     page.close()
 

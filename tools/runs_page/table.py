@@ -52,7 +52,7 @@ class Tail:
     Attributes:
         last: the last record, empty without one.
         courses: validation set -> last and best accuracy with their steps.
-        is_whole: whether the file is no longer than what was read; otherwise `best` is that of the last steps.
+        is_whole: whether the file was read as a whole; otherwise `best` is that of the last steps.
     """
 
     last: Mapping[str, float | None] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class RunRow:
     Attributes:
         name: path below the table's directory.
         reason: why it has stopped or failed.
-        steps: steps that it shall take, if the config says so.
+        steps: steps of the whole run, if the config has them.
         validation, best: accuracy on the first validation set; `courses` has all sets.
         is_best_exact: whether all validations were read.
         age: seconds since its last step.
@@ -99,7 +99,7 @@ class RunTable:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        # File and its reader -> its time and size, and what was read.
+        # File and its reader -> its time and size, and the result.
         self._known: dict[tuple[Path, Callable[[Path], Any]], tuple[tuple[int, int], Any]] = {}
         if not root.is_dir():
             raise UserError(

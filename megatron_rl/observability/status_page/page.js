@@ -9,7 +9,7 @@ const MOST_CELLS = 256; // of the map of ranks with words in them
 const COUNTS = [1, 3, 5, 10, 20, 50, 100]; // values whose mean is drawn, by place of the slider
 const DOES = {rollout: "generating", reward: "scoring", update: "updating the policy", update_critic: "updating the critic",
   old_logprobs: "computing log-probs of the policy", ref_logprobs: "computing log-probs of the reference",
-  teachers: "asking the teachers", values: "computing values of the critic", validation: "validating",
+  teachers: "computing log-probs of the teachers", values: "computing values of the critic", validation: "validating",
   reshard: "moving weights to the engines", verify: "comparing weights", save: "saving a checkpoint", capture: "capturing the step"};
 const ME = crypto.getRandomValues(new Uint32Array(1))[0].toString(36); // the name of this page at the server
 
