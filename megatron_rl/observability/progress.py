@@ -256,9 +256,9 @@ class PhaseTimers:
         """Record every phase as a span."""
         self.spans = spans
 
-    def begin_step(self, step: int) -> None:
-        """Set the step of the phases that follow."""
-        self.step, self.idle = step, "between phases"
+    def begin_step(self, step: int, idle: str = "between phases") -> None:
+        """Set the step of the phases that follow, and a text for the time outside of all phases."""
+        self.step, self.idle = step, idle
 
     @contextmanager
     def phase(self, name: str, *, swallow: bool = False) -> Iterator[None]:

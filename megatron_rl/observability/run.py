@@ -177,7 +177,7 @@ class Run:
     def starting(self, text: str) -> Iterator[None]:
         """Show on a terminal and on the status page that the block, a part of the start, runs; log its seconds."""
         began, shown = time.monotonic(), nullcontext()
-        self.timers.idle = text
+        self.timers.begin_step(0, text)
         if self.is_writer:
             from megatron_rl.observability.console import show_start
 

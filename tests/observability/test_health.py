@@ -91,7 +91,8 @@ def test_healthy_curves_raise_no_alarm(seed: int) -> None:
 
 def test_every_check_is_planted_and_has_a_section() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/health.md").read_text()
-    assert set(WRONG) == set(CHECKS) == set(re.findall(r"^## (.*)$", page, re.MULTILINE))
+    sections = set(re.findall(r"^## (.*)$", page, re.MULTILINE)) - {"The end of a bad run"}
+    assert set(WRONG) == set(CHECKS) == sections
 
 
 @pytest.mark.parametrize("name", WRONG)

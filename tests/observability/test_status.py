@@ -551,7 +551,7 @@ def test_a_refused_run_keeps_the_page_of_the_one_before(tmp_path: Path) -> None:
 def test_a_loading_run_has_a_page(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", CONFIG_YAML, 4, CONFIG, 0)
     assert run.page is not None
-    run.timers.idle = "loading weights"
+    run.timers.begin_step(0, "loading weights")
     status = json.loads(ask(run.page.url, "status.json")[2])
     assert (status["phase"], status["step"], status["ranks"]) == ("loading weights", 0, [])
     run.start(None, tuple)
