@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Terminal of a run, on rank 0: what it is, a bar while it starts, a line per step, bars, and its end.
+"""Terminal of a run, on rank 0: a summary, a bar while it starts, a line per step, bars, and its end.
 
 Lines fit the terminal's width; without a terminal they fit WIDTH columns.
 """
@@ -36,7 +36,7 @@ MANY_STEPS, SHORT_SECONDS, EVERY = 200, 10.0, 10  # without a terminal: of more 
 _REDRAWS_PER_SECOND = 2
 _VALUE_WIDTH = 6  # of a column, at least
 _TIME_WIDTH = 22  # that other columns leave to the seconds
-# Columns that stay longest where a line has no room for all.
+# Columns that stay longest if a line has no room for all.
 _KEPT = ("reward/mean", "sft/loss", "preference/loss", "policy/grad_norm", "tokens/per_second", "kl/mean")
 
 

@@ -239,7 +239,7 @@ class PhaseTimers:
         self._swallowing = 0
         self.memory_probe: Callable[[], int] | None = None  # returns bytes in use, at the end of each phase
         self.annotate: Callable[[str], AbstractContextManager[None]] | None = None  # a named range for profilers
-        self.idle = "between phases"  # what happens outside of all phases
+        self.idle = "between phases"  # shown outside all phases
         self.step = self.num_entered = 0  # phases entered so far, in the same order on all ranks
         self.memory = 0  # last result of the probe, in bytes
         self.phases: list[str] = []  # current ones, the outermost first

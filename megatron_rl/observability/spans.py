@@ -48,7 +48,7 @@ class Span:
     start: float
     parent: Span | None
     trace: int
-    id: int
+    number: int  # its id in the trace
     attributes: dict[str, Any] = field(default_factory=dict)
     end: float = 0.0
     error: str = ""
@@ -329,10 +329,10 @@ class _Sender:
         scope, sampled = InstrumentationScope("megatron_rl"), TraceFlags(TraceFlags.SAMPLED)
 
         def convert(span: Span, start: int, end: int) -> ReadableSpan:
-            parent = span.parent and SpanContext(span.parent.trace, span.parent.id, False, sampled)
+            parent = span.parent and SpanContext(span.parent.trace, span.parent.number, False, sampled)
             return ReadableSpan(
                 span.name,
-                context=SpanContext(span.trace, span.id, False, sampled),
+                context=SpanContext(span.trace, span.number, False, sampled),
                 parent=parent,
                 resource=self._resource,
                 attributes=span.attributes,

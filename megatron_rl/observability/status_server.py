@@ -110,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10.0  # seconds without data until a connection is closed
 
     def do_GET(self) -> None:
-        """Send what the server's `answer` returns, or an error."""
+        """Send the result of the server's `answer`, or an error."""
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or not _is_own_name(hosts[0], self.server.host):
             self.send_error(421, "Misdirected Request", "Use localhost, this machine's name or an address of it.")

@@ -40,7 +40,7 @@ class Tracker(Sink):
 
     @abstractmethod
     def open(self, run_dir: Path, config: Mapping[str, Any]) -> Any:
-        """Begin or continue the run of a directory, and return what `send` and `end` need."""
+        """Begin or continue the run of a directory, and return the object that `send` and `end` use."""
 
     @abstractmethod
     def send(self, step: int, record: NumberRecord) -> None:
@@ -178,7 +178,7 @@ class Trackio(Tracker):
 
 
 class Swanlab(Tracker):
-    """SwanLab: files in <run_dir>/swanlog, or what SWANLAB_MODE says."""
+    """SwanLab: files in <run_dir>/swanlog, or elsewhere by SWANLAB_MODE."""
 
     title = "SwanLab"
 

@@ -97,7 +97,7 @@ class RolloutStore:
 
         Returns:
             `index` and `chunks` as in the page of `write_page`, `next` place or `None` at the end, `steps` with the
-            last and the first step that was looked at, and what there is on disk: `parts`, `curves`, `all_steps`,
+            last and the first step that was read, and, of the files on disk, `parts`, `curves`, `all_steps`,
             `num_rollouts` if counted.
 
         Raises:
