@@ -164,7 +164,7 @@ class Run:
         replace_text(self.dir / CONFIG_FILE, self._config_yaml)
 
     def describe(self, rows: Iterable[tuple[str, str]], arithmetic: Iterable[str]) -> None:
-        """Log a summary of the run, as labels and texts; on the console `arithmetic` only with `observability.explain`."""
+        """Log a summary of the run, and on the console `arithmetic` only with `observability.explain`."""
         if self.is_writer:
             from megatron_rl.observability.console import format_summary
 

@@ -106,7 +106,7 @@ def test_files_are_read_again_only_when_they_change(root: Path, monkeypatch: pyt
 
 
 def test_best_of_a_long_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the part that is read, and said so; the summary of a finished run knows all of it."""
+    """Of the part that is read, marked as such; of all of it in the summary of a finished run."""
     run = write_run(tmp_path / "long")
     monkeypatch.setattr(table_module, "_TAIL_BYTES", 120)
     [row] = RunTable(tmp_path).read()

@@ -72,7 +72,7 @@ def _flatten(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
 
 
 def find_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the settings that are not equal in all of the configs, each with its values, "-" where it is missing."""
+    """Return the settings that are not equal in all of the configs, each with its values, "-" if missing."""
     if not configs:
         return {}
     keys = sorted({key for config in configs for key in config} - {_WHERE})

@@ -44,7 +44,7 @@ class Scope:
         part: index of a part; `None`: all.
         text, is_regex: in prompt, response, ground truth or an environment's texts, whatever the case.
         source, tool, prompt: names, and a prompt's id.
-        place: where to begin.
+        place: begin there; `next` of an earlier page.
     """
 
     part: int | None = None
@@ -161,7 +161,7 @@ class RolloutStore:
 
 
 def _find_lines(path: Path, offset: int, scope: Scope, deadline: float) -> Iterator[tuple[int, int, bytes | None]]:
-    """Yield start, end and bytes of each line that may be in the scope; bytes `None` where the time is over."""
+    """Yield start, end and bytes of each line that may be in the scope; bytes `None` if the time is over."""
     words = [scope.source, scope.tool, scope.prompt, "" if scope.is_regex else scope.text]
     # The longest part that has no escape in JSON: a line without it need not be parsed.
     wanted = max((x for word in words for x in _PLAIN.findall(word)), key=len, default="").lower().encode()
