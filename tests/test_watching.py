@@ -81,7 +81,11 @@ def test_a_run_that_is_watched(task: Path, tmp_path: Path, vllm_imported: None) 
     assert [place["rank"] for place in seen[-1]["places"]] == [0, 1] and seen[-1]["state"]["name"] == "running"
     assert any(all("phase" in rank for rank in answer["ranks"]) for answer in seen), "both have been heard of"
     rewards = next(chart for chart in seen[-1]["charts"] if chart["title"] == "reward")["lines"][0]["points"]
-    assert [value for _, value in rewards] == [r["reward/mean"] for r in records[1 : len(rewards) + 1]]
+    shown_means = [point[1] for point in rewards]
+    assert shown_means == [r["reward/mean"] for r in records[1 : len(rewards) + 1]]
+    assert [point[3] - point[1] for point in rewards] == pytest.approx(
+        [r["reward/std"] for r in records[1:][: len(rewards)]]
+    )
     logged = [json.loads(line) for line in (run_dir / "rollouts" / "step_2.jsonl").read_text().splitlines()]
     shown = next(answer["samples"] for answer in seen if answer["samples"]["step"] == 2)
     assert [row["response"] for row in shown["rows"]] == [row["response"] for row in logged[:4]]

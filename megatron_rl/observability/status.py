@@ -45,7 +45,7 @@ _NUM_WARNINGS = 20
 _MOST_PHASES = 7  # of the chart of phases
 _MOST_TOKENS = 400  # of a sample
 _LOOK_SECONDS = 1.0  # between two reads of the heartbeats, for any number of viewers
-# A page with a request within _VIEWER_SECONDS is open; the end of a run waits _GOODBYE_SECONDS for it to see the end.
+# A page with a request in the last _VIEWER_SECONDS is open; the end of a run waits for it, _GOODBYE_SECONDS at most.
 _VIEWER_SECONDS, _GOODBYE_SECONDS = 5.0, 3.0
 # Titles of the charts, in the order of the page; `chart` of a metric names one of them.
 CHARTS = (
@@ -55,7 +55,7 @@ CHARTS = (
     "gradient norm", "clipped tokens", "learning rate", "engine against trainer", "explained variance",
     "load of the busiest expert", "dead experts", "entropy of routers", "staleness", "busy engines",
 )  # fmt: skip
-# Alarm -> first remedy; docs/health.md has more.
+# Alarm -> its first remedy; docs/health.md has more.
 REMEDIES = {
     "entropy": "If the validation accuracy still rises or the task is solved, do nothing. Else raise "
     "algorithm.clip_eps_high or algorithm.entropy_coef, lower actor.lr, or add a KL term.",
@@ -193,7 +193,7 @@ class StatusPage(Sink):
         self._alarms.insert(0, {"step": step, "name": name, "text": text, "remedy": REMEDIES.get(name, "")})
 
     def end(self, name: str, text: str) -> None:
-        """Show how the run ended, unless it is shown already.
+        """Show how the run ended, unless it has ended already.
 
         Args:
             name: "finished", "stopped" or "failed".
@@ -229,7 +229,7 @@ class StatusPage(Sink):
         if file != "status.json":
             return None
         status = self.status()
-        if query:  # of an open page, which names itself; a script sends no query
+        if query:  # of an open page, which names itself; a script's request has none
             self._viewers[query[:32]] = time.monotonic(), status["state"]["name"]
         return "application/json", json.dumps(status, allow_nan=False).encode()
 
@@ -240,7 +240,7 @@ class StatusPage(Sink):
         return self._page.replace("<main>", f'<script type="application/json" id="frozen">{data}</script>\n<main>', 1)
 
     def _write(self) -> None:
-        # The file of another attempt stays if this one ends before it has records.
+        # The file of an earlier attempt stays if this one ends before it has records.
         if self._file is not None and (self._has_begun or not self._file.exists()):
             replace_text(self._file, self.freeze(), errors="replace")
 
@@ -278,7 +278,7 @@ class StatusPage(Sink):
 
 
 def open_page(run_dir: Path, settings: Any, now: Callable[[], Mapping[str, Any]], log: logging.Logger) -> StatusPage:
-    """Serve the page of a run as `settings`, such as an `ObservabilityConfig`, and log its address."""
+    """Serve the page of a run as `settings`, an `ObservabilityConfig`, require, and log its address."""
     files = {"file": run_dir / STATUS_FILE, "log": log_path(run_dir, 0)}
     page = StatusPage(run_dir.resolve().name, settings.status_host, settings.status_port, now=now, **files)
     log.info("status page: %s", page.url)

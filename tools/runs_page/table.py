@@ -130,7 +130,10 @@ class RunTable:
         summary = self._load(path / SUMMARY_FILE, _read_json)
         courses, is_exact = tail.courses, tail.is_whole
         if summary is not None and not is_exact:
-            courses, is_exact = {name: {**courses.get(name, {}), **found} for name, found in _best_of(summary).items()}, True
+            courses, is_exact = (
+                {name: {**courses.get(name, {}), **found} for name, found in _best_of(summary).items()},
+                True,
+            )
         state, reason = self._find_state(path, is_finished=summary is not None)
         first, last = next(iter(courses.values()), {}), tail.last
         steps = settings.get("trainer.total_steps")

@@ -178,7 +178,7 @@ def name_part(run_dir: Path) -> str:
 
 
 def texts_of(row: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a row for searches: prompt, response, ground truth, and the observations of turns."""
+    """Return the texts of a row in which one searches: prompt, response, ground truth, and observations."""
     turns = [turn for turn in row.get("turns") or () if isinstance(turn, dict)]
     return [
         *(_text(row.get(name)) for name in ("prompt", "response", "ground_truth")),

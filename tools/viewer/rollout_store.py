@@ -38,13 +38,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Scope:
-    """What a reader asks for; the default is the last rollouts of all parts.
+    """Choice of rollouts by a reader; by default the last ones of all parts.
 
     Attributes:
         part: index of a part; `None`: all.
         text, is_regex: in prompt, response, ground truth or an environment's texts, whatever the case.
         source, tool, prompt: names, and a prompt's id.
-        place: begin there; `next` of an earlier page.
+        place: of the first line that is read.
     """
 
     part: int | None = None
@@ -97,7 +97,7 @@ class RolloutStore:
 
         Returns:
             `index` and `chunks` as in the page of `write_page`, `next` place or `None` at the end, `steps` with the
-            last and the first step that was read, and, of the files on disk, `parts`, `curves`, `all_steps`,
+            last and the first step that was looked at, and the contents of the disk: `parts`, `curves`, `all_steps`,
             `num_rollouts` if counted.
 
         Raises:
@@ -161,7 +161,7 @@ class RolloutStore:
 
 
 def _find_lines(path: Path, offset: int, scope: Scope, deadline: float) -> Iterator[tuple[int, int, bytes | None]]:
-    """Yield start, end and bytes of each line that may be in the scope; bytes `None` if the time is over."""
+    """Yield start, end and bytes of each line that may be in the scope; bytes `None` as soon as the time is over."""
     words = [scope.source, scope.tool, scope.prompt, "" if scope.is_regex else scope.text]
     # The longest part that has no escape in JSON: a line without it need not be parsed.
     wanted = max((x for word in words for x in _PLAIN.findall(word)), key=len, default="").lower().encode()
