@@ -65,7 +65,7 @@ def play(episodes: AnyEpisodes) -> list[dict[int, Answer]]:
                 episodes.send_reply(key, [4, 5] if (key, tokens) == (2, [4]) else tokens, [0.0] * len(tokens), "stop")
         found.append(episodes.wait())
     episodes.close_all()
-    return [{key: replace(answer, seconds=0.0) for key, answer in answers.items()} for answers in found]
+    return [{key: replace(answer, seconds=0.0, began=0.0) for key, answer in answers.items()} for answers in found]
 
 
 def without_trace(answers: list[dict[int, Answer]]) -> list[dict[int, Answer]]:
