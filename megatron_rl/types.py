@@ -52,7 +52,7 @@ class UserError(ValueError):
 
 
 class BadStep(UserError):
-    """A step with nothing to learn from, which ends the run; `metrics` are those of the step, as far as it came."""
+    """A step with nothing to learn from, which ends the run; `metrics` has the metrics that it counted."""
 
     exit_code = EXIT_FAILED
 

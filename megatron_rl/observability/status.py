@@ -245,7 +245,7 @@ class StatusPage(Sink):
             replace_text(self._file, self.freeze(), errors="replace")
 
     def _look_for_failure(self) -> None:
-        """Show and keep the report that ends a job as soon as it is in the log: the process may end without `close`."""
+        """Show and keep the report of a failure once it is in the log; the process may end without `close`."""
         if self._log is None or self._state["name"] != "running" or not self._log.exists():
             return
         if (size := self._log.stat().st_size) != self._log_size:

@@ -39,7 +39,7 @@ class Throughput:
     def __call__(self, record: Record) -> dict[str, float]:
         """Compute `throughput/<phase>` and `mfu/<phase>` of update, rollout and step.
 
-        Operations are those of whole sequences: as if no rollouts shared a prompt, without recomputation and padding.
+        Operations are counted over whole sequences, without sharing of prompts, recomputation or padding.
 
         Args:
             record: metrics and seconds of the step.

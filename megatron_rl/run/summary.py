@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is, in about ten lines before its first step, and the arithmetic behind it."""
+"""Summary of a run in about ten lines before its first step, and the arithmetic of its sizes."""
 
 from __future__ import annotations
 

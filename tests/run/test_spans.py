@@ -98,7 +98,7 @@ def without_machine(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_spans_of_a_run(
     task: Path, tmp_path: Path, vllm_imported: None, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is the one without spans; their names, parents and seconds are those of the run; files nest."""
+    """The run equals the one without spans; spans have its phases' names, parents and seconds; files nest."""
     (tmp_path / "looks.py").write_text(ENVIRONMENT)
     looks = (f"agents.environment={tmp_path}/looks.py:Looks", f"agents.max_turns={TURNS}")
     plain = play(task, tmp_path / "plain", *looks)

@@ -164,7 +164,7 @@ def address(root: Path) -> Iterator[str]:
 
 
 def test_documents(address: str) -> None:
-    """A filter's mistake is an answer; runs are those of the table, whatever a request names."""
+    """A filter's mistake is an answer; a request cannot name a run outside the table."""
     listed = json.loads(urlopen(f"{address}runs.json?filter=state%3Dfinished&sort=-best").read())
     assert listed["count"] == 5 and [row["name"] for row in listed["rows"]] == ["grid/low", "done"]
     assert listed["rows"][0]["differences"] == {"actor.lr": "1e-05"}

@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the run that is copied")
     parser.add_argument("--num", type=int, default=500, help="runs (500)")
-    parser.add_argument("--steps", type=int, help="records of each run (those of RUN_DIR)")
+    parser.add_argument("--steps", type=int, help="records of each run (as many as RUN_DIR has)")
     parser.add_argument("--json", type=Path, help="write the result here as well", metavar="FILE")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as directory:

@@ -30,7 +30,7 @@ _PLAIN = re.compile(r"[ !#-\[\]-~]+")
 
 @dataclass(frozen=True)
 class Part:
-    """Training rollouts of a run, or those of one of its validation sets."""
+    """Rollouts of a run: of its training, or of one validation set."""
 
     name: str
     files: dict[int, Path]  # by step
