@@ -40,6 +40,11 @@ _TIME_WIDTH = 22  # that other columns leave to the seconds
 _KEPT = ("reward/mean", "sft/loss", "preference/loss", "policy/grad_norm", "tokens/per_second", "kl/mean")
 
 
+def find_width() -> int:
+    """Return the columns of the terminal, or WIDTH without one."""
+    return Console(file=sys.stdout).width if sys.stdout.isatty() else WIDTH
+
+
 def format_summary(rows: Iterable[tuple[str, str]], width: int = WIDTH) -> list[str]:
     """Return a table of labels and texts as lines of at most `width` columns."""
     rows = [*rows]

@@ -166,9 +166,9 @@ class Run:
     def describe(self, rows: Iterable[tuple[str, str]], arithmetic: Iterable[str]) -> None:
         """Log a summary of the run, and on the console `arithmetic` only with `observability.explain`."""
         if self.is_writer:
-            from megatron_rl.observability.console import format_summary
+            from megatron_rl.observability.console import find_width, format_summary
 
-            for line in format_summary(rows):
+            for line in format_summary(rows, find_width()):
                 self.log.info("%s", line)
         for line in arithmetic:
             self.log.log(logging.INFO if self._settings.explain else logging.DEBUG, "  %s", line)

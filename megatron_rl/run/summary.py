@@ -18,7 +18,7 @@ from megatron_rl.training.fast_path import find_fast_paths, format_table
 def describe_run(
     config: RunConfig, inputs: RlInputs, primitives: Primitives, device: torch.device
 ) -> Iterator[tuple[str, str]]:
-    """Yield what a run is, as labels and texts."""
+    """Yield the summary of a run, as labels and texts."""
     plan, hybrid, train = inputs.plan, primitives.policy.hybrid, inputs.train
     yield "model", f"{config.model.path}, {config.model.dtype}, {config.model.transformer_impl} layers on {device}"
     why = inputs.spec.why_recompute
