@@ -278,7 +278,7 @@ class StatusPage(Sink):
 
 
 def open_page(run_dir: Path, settings: Any, now: Callable[[], Mapping[str, Any]], log: logging.Logger) -> StatusPage:
-    """Serve the page of a run as `settings`, an `ObservabilityConfig`, require, and log its address."""
+    """Serve the page of a run by `settings`, an `ObservabilityConfig`, and log its address."""
     files = {"file": run_dir / STATUS_FILE, "log": log_path(run_dir, 0)}
     page = StatusPage(run_dir.resolve().name, settings.status_host, settings.status_port, now=now, **files)
     log.info("status page: %s", page.url)
