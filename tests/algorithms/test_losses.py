@@ -152,7 +152,7 @@ def _bound_outwards(tokens: Tokens, t: int, config: AlgorithmConfig) -> torch.Te
 
 def loss_by_loop(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, float]]:
     """Compute the whole loss and its metrics, one token after the other."""
-    names = ("policy", "kl_term", "entropy_term", "kl", "clipped", "tokens", "weights")
+    names = ("policy", "kl_term", "entropy_term", "kl", "clipped", "clipped_low", "tokens", "weights")
     sums: dict[str, torch.Tensor] = {name: torch.zeros((), dtype=torch.float64) for name in (*names, "entropy")}
     deviation = 0.0
     for t in range(COUNT):
@@ -172,6 +172,7 @@ def loss_by_loop(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor,
         sums["entropy_term"] = sums["entropy_term"] - weight * config.entropy_coef * entropy
         sums["entropy"] += entropy.detach()
         sums["clipped"] += is_clipped
+        sums["clipped_low"] += is_clipped and bool(logprob < tokens.old_logprobs[t])
         sums["tokens"] += 1
         sums["weights"] += weight
         deviation = max(deviation, abs((logprob - tokens.old_logprobs[t]).item()))
