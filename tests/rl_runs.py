@@ -178,6 +178,6 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     unnamed = {key for record in records for key in record if key != "step" and find_metric(key) is None}
     assert not unnamed, f"{unnamed}: give them rows in megatron_rl/observability/metrics.py"
-    measured = ("time/", "memory/", "tokens/per_second", "schedule/engine_busy")
+    measured = ("time/", "memory/", "tokens/per_second", "throughput/", "mfu/", "schedule/engine_busy")
     measured += ("agents/environment_seconds", "agents/wait_share")
     return [{k: v for k, v in record.items() if not k.startswith(measured)} for record in records]

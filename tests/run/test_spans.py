@@ -91,7 +91,15 @@ def play(task: Path, run: Path, *overrides: str) -> list[dict[str, Any]]:
 
 
 def without_machine(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    machine = ("time/", "memory/", "tokens/per_second", "agents/environment_seconds", "agents/wait_share")
+    machine = (
+        "time/",
+        "memory/",
+        "tokens/per_second",
+        "throughput/",
+        "mfu/",
+        "agents/environment_seconds",
+        "agents/wait_share",
+    )
     return [{key: value for key, value in record.items() if not key.startswith(machine)} for record in records]
 
 

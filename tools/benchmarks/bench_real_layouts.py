@@ -144,7 +144,7 @@ def compare(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> dict
         value == other[key]
         for row, other in zip(rows, reference, strict=True)
         for key, value in row.items()
-        if not key.startswith(("time/", "memory/", "tokens/per", "reshard/")) and key in other
+        if not key.startswith(("time/", "memory/", "tokens/per", "throughput/", "mfu/", "reshard/")) and key in other
     )
     return {
         "reward": [row["reward/mean"] for row in rows],

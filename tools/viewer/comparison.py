@@ -20,7 +20,7 @@ from megatron_rl.types import UserError
 _COLOURS = ("#3b6fb6", "#e08a2b", "#3f9c6b", "#c8504b", "#8064a2", "#8d6e63", "#5b6472", "#d3739a")
 _COLUMNS = 2
 # Metrics that differ between equal runs: times and machine load.
-_OF_THE_MACHINE = ("time/", "memory/", "tokens/per_second", "schedule/engine_busy")
+_OF_THE_MACHINE = ("time/", "memory/", "tokens/per_second", "throughput/", "mfu/", "schedule/engine_busy")
 _OF_THE_MACHINE += ("agents/environment_seconds", "agents/wait_share")
 _WHERE = "trainer.run_dir"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # absent from builds of PyYAML without its C part
