@@ -173,6 +173,12 @@ def import_engine() -> None:
         type(current_platform)._overrides_are_here = True
 
 
+def read_log(run_dir: Path) -> str:
+    """Return the messages of rank 0's log in one line, without their times and line breaks."""
+    lines = (run_dir / "logs/rank0.log").read_text().splitlines()
+    return " ".join(line.partition(" megatron_rl: ")[2].strip() for line in lines)
+
+
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl without clock and allocator metrics; every metric must be documented."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

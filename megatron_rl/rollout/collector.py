@@ -522,7 +522,7 @@ def is_bad_step(episodes: np.ndarray, services: np.ndarray, most: float) -> bool
     Args:
         episodes: bool per response, its episode failed; services: its reward service failed.
     """
-    return max(episodes.mean(), services.mean()) > most or bool(most < 1 and (episodes | services).all())
+    return bool(max(episodes.mean(), services.mean()) > most or (most < 1 and (episodes | services).all()))
 
 
 def find_informative(headers: Headers, metric: str | None) -> list[bool]:

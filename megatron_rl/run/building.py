@@ -87,7 +87,7 @@ def check_agreement(chosen: list[str]) -> None:
         )
 
 
-def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts, starting: Starting) -> dict[str, Any]:
+def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts, starting: Starting = nullcontext) -> dict[str, Any]:
     """Build the roles of an RL run by name; roles of equal layout share process groups. Collective."""
     groups: dict[ParallelLayout, ParallelGroups | None] = {}
     roles: dict[str, Any] = {}

@@ -22,7 +22,7 @@ import yaml
 import megatron_rl.run.grpo as trainer_module
 from distributed import run_ranks
 from megatron_rl.run.loading import load_config
-from rl_runs import leave_out_curves
+from rl_runs import leave_out_curves, read_log
 from tiny_models import engine_sizes, save_tiny_model
 from tools import prepare_prompts
 
@@ -170,8 +170,7 @@ def test_two_steps(place: Path, vllm_imported: None, name: str) -> None:
     records = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1, 2]
     assert "validation/test/accuracy" in records[2]
-    lines = (place / name / "logs/rank0.log").read_text().splitlines()
-    log = " ".join(line.partition(" megatron_rl: ")[2].strip() for line in lines)  # without the breaks of lines
+    log = read_log(place / name)
     assert "no effect on CPU: rollout.enforce_eager=false" in log and "stop tokens: 2, 0, 5, 10" in log
     rows = [json.loads(line) for line in (place / name / "rollouts/step_1.jsonl").read_text().splitlines()]
     assert "stop" in {row["finish_reason"] for row in rows}

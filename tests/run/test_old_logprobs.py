@@ -24,7 +24,7 @@ from golden_runs import GoldenRun, Recording, carry_out
 from megatron_rl.run.loading import load_config
 from megatron_rl.samples.experience import Experience, describe_updates
 from megatron_rl.types import UserError
-from rl_runs import layout_overrides, load_nested, overrides_for, train
+from rl_runs import layout_overrides, load_nested, overrides_for, read_log, train
 
 COMMON = [
     "data.validation_files=[]",
@@ -142,5 +142,5 @@ def test_the_forward_pass_is_taken_where_it_is_needed(task: Path, tmp_path: Path
         assert run_ranks(train, 1, overrides_for(task, run_dir, *settings, *more)) == [None]
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         assert ["time/old_logprobs" in record for record in records] == steps
-        said = "algorithm.kl_in = 'reward' makes rewards of them" in (run_dir / "logs/rank0.log").read_text()
+        said = "algorithm.kl_in = 'reward' makes rewards of them" in read_log(run_dir)
         assert said == (name == "early")

@@ -12,6 +12,7 @@ alarms and the console. The goal is at most 1 % for all of them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -64,8 +65,11 @@ def measure(overrides: list[str], recipe: Path) -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; status 1 above the goal."""
-    recipe, *overrides = sys.argv[1:] if arguments is None else arguments
-    found = measure(overrides, Path(recipe))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("settings", nargs="*", help="key=value")
+    args = parser.parse_args(arguments)
+    found = measure(args.settings, args.recipe)
     print(json.dumps(found, indent=2))
     return int(found["all"] > GOAL)
 
