@@ -138,7 +138,8 @@ def main() -> int:
     os.environ |= {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0"}
     run, rows = build_run(args.recipe, args.settings), draw_rows(args.steps * args.prompts)
     model = run.config.model.path
-    server, url = start_server(args.recipe, [*args.settings, f"serve.name={model}"], args.directory)
+    served = [*args.settings, f"serve.name={model}", "serve.train_unembed=ignore"]  # True by the client's default
+    server, url = start_server(args.recipe, served, args.directory)
     wall: dict[str, list[list[float]]] = {"server": [], "primitives": []}
     try:
         for _ in range(args.blocks):
