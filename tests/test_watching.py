@@ -79,7 +79,8 @@ def test_a_run_that_is_watched(task: Path, tmp_path: Path, vllm_imported: None) 
     assert phases & {"update", "rollout", "old_logprobs", "validation, rollout"}, phases
     assert {len(answer["ranks"]) for answer in seen} == {0, 2}, "none while models are loaded"
     assert "loading weights: actor" in {answer["phase"] for answer in seen if not answer["ranks"]}
-    assert [place["rank"] for place in seen[-1]["places"]] == [0, 1] and seen[-1]["state"]["name"] == "running"
+    assert [place["rank"] for place in seen[-1]["places"]] == [0, 1]
+    assert seen[0]["state"]["name"] == "running" and seen[-1]["state"]["name"] in ("running", "finished"), "a late look"
     assert any(all("phase" in rank for rank in answer["ranks"]) for answer in seen), "both have been heard of"
     rewards = next(chart for chart in seen[-1]["charts"] if chart["title"] == "reward")["lines"][0]["points"]
     shown_means = [point[1] for point in rewards]

@@ -213,6 +213,7 @@ def test_a_full_disk_is_one_error_at_the_start(task: Path, tmp_path: Path) -> No
         r"  expected: .*\n  hint:     free some space there, .*$"
     )
     assert len(re.findall(message, ours, re.M)) == 1, ours
-    assert ours.count("error:") == 1 and "Traceback" not in ours and "Logging error" not in ours and not result.stdout
+    assert ours.count("error:") == 1 and "Traceback" not in ours and "Logging error" not in ours
+    assert re.fullmatch(r"megatron_rl .*: command line, 1 rank\(s\); reading model and data\n", result.stdout)
     assert set(re.findall(r"exitcode  : (-?\d+)", result.stderr)) <= {"2", "-15"}
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.stat().st_size]
