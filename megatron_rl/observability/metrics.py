@@ -73,6 +73,11 @@ class MetricsFile(Sink):
         self._file.close()
 
 
+def log_path(run_dir: Path, rank: int) -> Path:
+    """Return the path of a rank's log."""
+    return Path(run_dir) / "logs" / f"rank{rank}.log"
+
+
 def plain_record(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     """Convert Python, numpy or torch scalars to Python numbers, sorted by name."""
     return {

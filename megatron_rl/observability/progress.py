@@ -32,6 +32,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from megatron_rl.observability.metrics import log_path
+
 if TYPE_CHECKING:
     from megatron_rl.observability.spans import Spans
 
@@ -182,11 +184,6 @@ class _FileHandler(logging.FileHandler):
     def close(self) -> None:
         with contextlib.suppress(OSError):
             super().close()
-
-
-def log_path(run_dir: Path, rank: int) -> Path:
-    """Return the path of a rank's log."""
-    return Path(run_dir) / "logs" / f"rank{rank}.log"
 
 
 def open_rank_log(run_dir: Path, rank: int) -> logging.Logger:

@@ -45,6 +45,7 @@ from megatron_rl.observability.metrics import (
     format_response,
     has_records,
     is_due,
+    log_path,
     plain_record,
     read_metrics,
     replace_text,
@@ -59,7 +60,6 @@ from megatron_rl.observability.progress import (
     RolloutCount,
     RolloutProgress,
     close_rank_log,
-    log_path,
     open_rank_log,
 )
 from megatron_rl.types import UserError

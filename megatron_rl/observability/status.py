@@ -25,12 +25,12 @@ from megatron_rl.observability.metrics import (
     Record,
     Sink,
     find_metric,
+    log_path,
     phase_seconds,
     replace_text,
     shorten,
     step_of,
 )
-from megatron_rl.observability.progress import log_path
 from megatron_rl.observability.status_server import CHARTS_LIBRARY, PageServer, read_template
 from megatron_rl.types import UserError
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.schema import ObservabilityConfig
-from megatron_rl.observability.metrics import format_response, write_summary
-from megatron_rl.observability.progress import log_path
+from megatron_rl.observability.metrics import format_response, log_path, write_summary
 from megatron_rl.observability.run import Run
 
 OFF = ObservabilityConfig(tensorboard=False)

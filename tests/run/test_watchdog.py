@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.observability.progress import PhaseTimers, log_path, open_rank_log
+from megatron_rl.observability.metrics import log_path
+from megatron_rl.observability.progress import PhaseTimers, open_rank_log
 from megatron_rl.parallel import collectives, pairs
 from megatron_rl.parallel.collectives import broadcast_tensors, open_store, world
 from megatron_rl.run.opening import StopRequest

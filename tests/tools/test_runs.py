@@ -10,6 +10,8 @@ import importlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +52,12 @@ def write_run(path: Path, lr: float = 1e-4, steps: int = 4, rise: float = 0.1, *
         ]
         (kind / "rollouts/step_4.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
     return path
+
+
+def test_the_table_loads_without_torch() -> None:
+    """Importing torch takes longer than reading 500 runs."""
+    code = "import sys; import tools.runs; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
 
 @pytest.fixture()
