@@ -184,6 +184,8 @@ def _count_engine_ranks(cfg: RunConfig, world_size: int) -> int:
     if cfg.rollout.supports("is_actor"):
         sizes = (actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size, actor.expert_model_parallel_size)
         return math.gcd(math.prod(sizes), world_size)  # the product; an EP size that does not fit is refused later
+    if cfg.schedule.elastic:
+        return 1  # which hands requests to engines of `rollout_tp_size` ranks of their own
     if world_size % rollout_tp_size:
         raise UserError(
             f"world_size {world_size} is no multiple of rollout.tensor_model_parallel_size {rollout_tp_size}",
@@ -293,6 +295,13 @@ def _check_placement(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
             source="rollout.server.endpoints",
             expected=f"{num_ranks // width} addresses, one per engine",
             hint="ranks that share a server are one engine: set rollout.tensor_model_parallel_size to their number",
+        )
+    if cfg.schedule.elastic and num_ranks != 1:
+        raise UserError(
+            f"{num_ranks} ranks of the job for engines that are outside of it",
+            source="placement.rollout and schedule.elastic",
+            expected="one rank, which hands requests to all engines",
+            hint=f"set placement.rollout={world_size - 1}-{world_size - 1}, or schedule.elastic=false",
         )
     if not placement.placed:
         return

@@ -254,6 +254,7 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
     yield FULLY_SHARDED not in stages, "actor.zero_shard_size", "zero_stage is 3 for no role"
     yield config.rollout.supports("is_actor"), "hybrid.alias_weights", f"{engine} has no weights of its own"
     yield not config.rollout.supports("is_server"), "rollout.server", f"{engine} is no server"
+    yield not config.schedule.elastic, "schedule.silent_seconds", "schedule.elastic is False"
     yield config.layout.mode == "given", "layout.lengths", "layout.mode is 'given'"
     yield not config.data.validation_files, "trainer.test_freq", "data.validation_files is empty"
     yield no_kl, "algorithm.kl_controller", "algorithm.kl_coef is 0"

@@ -470,6 +470,33 @@ def _check_schedule(config: CheckedConfig) -> None:
     )
 
 
+def _check_elastic(config: CheckedConfig) -> None:
+    """Refuse what engines outside of the job do not support (`schedule.elastic`)."""
+    steps, whole = "its engines do not step together", "its engines fetch the model's tensors"
+    config.exclude(
+        "schedule.elastic",
+        ("schedule.steps_per_update", None, steps),
+        ("schedule.replay", None, steps),
+        ("hybrid.lora", "merge", whole),
+        ("rollout.quantization", "none", whole),
+    )
+    is_elastic, engine = config.get("schedule.elastic"), config.get("rollout.engine")
+    config.require(
+        not is_elastic or config.supports("elastic"),
+        "schedule.elastic",
+        f"with rollout.engine = {engine!r}, which does not run outside of the job",
+        expected=f"rollout.engine={name_engines('elastic')}",
+        hint="servers are restarted one by one without it (docs/servers.md): set schedule.elastic=false",
+    )
+    config.require(
+        not is_elastic or config.get("trainer.run_dir") is not None,
+        "schedule.elastic",
+        "without trainer.run_dir, in which engines find the address of the run",
+        expected="trainer.run_dir",
+        hint="set trainer.run_dir to a directory that all hosts see",
+    )
+
+
 def check_agents(config: CheckedConfig) -> None:
     """Refuse settings that do not work with episodes of several turns."""
     names = [name for name in _EPISODES if config.get(name)]
@@ -655,6 +682,7 @@ _RULES = (
     _check_server,
     _check_routes,
     _check_schedule,
+    _check_elastic,
     check_agents,
     _check_layers,
     _check_gdpo,

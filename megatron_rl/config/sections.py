@@ -117,6 +117,14 @@ class ScheduleConfig:
         "Run directory with these settings and no steps_per_update, whose interruptions "
         "(schedule/engine_<i>.jsonl) are repeated.",
     )
+    elastic: bool = option(
+        False,
+        "Engines are processes outside of the job, which join and leave while it runs (launch/engine.sh); the rank "
+        "of placement.rollout hands them requests and weights.",
+    )
+    silent_seconds: float = option(
+        15.0, "elastic: an engine that gives no sign of life for so long is lost.", "seconds", gt=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

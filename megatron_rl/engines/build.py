@@ -54,9 +54,13 @@ def describe_engine(config: RolloutConfig, device: torch.device, records_routes:
     return ""
 
 
-def build_engine(spec: EngineSpec) -> BuiltEngine:
-    """Build the engine that `rollout.engine` names (UserError: unknown or unsuitable layout); collective."""
-    make: EngineMaker = ENGINES[spec.config.engine].make
+def build_engine(spec: EngineSpec, make: EngineMaker | None = None) -> BuiltEngine:
+    """Build the engine that `rollout.engine` names (UserError: unknown or unsuitable layout); collective.
+
+    Args:
+        make: builds another engine in its place.
+    """
+    make = make or ENGINES[spec.config.engine].make
     tp_size = spec.config.tensor_model_parallel_size
     if tp_size > 1:
         from megatron_rl.weights.support import check_rollout_layout

@@ -104,6 +104,7 @@ ABILITIES = {
     "any_sinks": "serves them with other windows, norms and scaling of positions, too",
     "reads_config": "reads the model's config.json with transformers",
     "builds_model": "builds transformers' own model",
+    "elastic": "also runs outside of the job, where it joins and leaves (schedule.elastic)",
 }
 
 
@@ -132,7 +133,7 @@ class RegisteredEngine:
 
 
 _IN_RANKS = {"decode_steps", "truncation", "min_tokens", "bitwise", "routes", "sinks"}
-_HF = _IN_RANKS | {"delta_nets", "any_sinks", "reads_config", "builds_model", "scores"}
+_HF = _IN_RANKS | {"delta_nets", "any_sinks", "reads_config", "builds_model", "scores", "elastic"}
 _SERVER = {"is_server", "tensor_parallel", "delta_nets"}
 _STARTED = _SERVER | {"starts_server", "reloads_server", "truncation", "reads_config"}
 _VLLM = {"tensor_parallel", "truncation", "min_tokens", "options", "vllm_modes", "delta_nets", "reads_config"}
@@ -140,7 +141,7 @@ ENGINES: Registry[RegisteredEngine] = Registry(
     "rollout.engine",
     vllm=RegisteredEngine(
         Deferred("megatron_rl.engines.vllm.vllm_engine", "VllmEngine"),
-        _IN_RANKS | _VLLM | {"adapters", "coded_weights", "scores"},
+        _IN_RANKS | _VLLM | {"adapters", "coded_weights", "scores", "elastic"},
         check_model=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_installed"),
         check_on_cpu=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_cpu_limits"),
     ),

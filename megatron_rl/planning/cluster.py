@@ -82,6 +82,8 @@ class Job:
     @property
     def engine_tp(self) -> int:
         """Tensor parallel size of an engine."""
+        if self.config.schedule.elastic:
+            return 1  # the front's
         section = self.config.actor if self.engine_is_actor else self.config.rollout
         return section.tensor_model_parallel_size
 

@@ -299,6 +299,8 @@ def _engine_phases(
     else:
         # vLLM's share is of the whole device, other tensors included, without weights aliased with the actor.
         cache = int(rollout.gpu_memory_utilization * job.cluster.memory_bytes) - own - working
+    if config.schedule.elastic:  # models and caches are in other processes
+        own = working = cache = 0
     own += staged
     engine = {"engine weights": own, "engine activations": working, "KV cache": max(cache, 0)}
     # At the start nothing is offloaded yet, and Adam's moments do not exist before the first update.

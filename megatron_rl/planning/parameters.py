@@ -343,8 +343,8 @@ def _find_place(job: Job, rank: int) -> int:
 
 
 def count_staged_bytes(job: Job, rank: int) -> int:
-    """Return bytes of tensors that a server's rank stages on its device for writing files; 0 for other engines."""
-    if not job.config.rollout.supports("is_server"):
+    """Return bytes of tensors that a rank stages for servers or elastic engines; 0 for engines in the job."""
+    if not job.config.rollout.supports("is_server") and not job.config.schedule.elastic:
         return 0
     mine = huggingface_placements(job.shape)[_find_place(job, rank) :: job.engine_tp]
     return sum(box_volume(p.local_box) for p in mine) * DTYPE_BYTES[job.config.model.dtype]

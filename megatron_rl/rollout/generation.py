@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -15,13 +15,14 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.observability.progress import RolloutProgress
-from megatron_rl.parallel.collectives import gather_objects, raise_together, reduce_scalars
+from megatron_rl.parallel.collectives import gather_objects, raise_together, reduce_scalars, share_object
 from megatron_rl.rollout.episodes import Episodes, SampleGroups, Samples, describe_episodes
 from megatron_rl.rollout.serving import Channel, ControlMessage, Phase, generate, serve
 from megatron_rl.types import Prompt, Rollout, RouteShape, UserError
 
 if TYPE_CHECKING:
     from megatron_rl.agents.in_rank import AnyEpisodes
+    from megatron_rl.engines.elastic.front import Front
     from megatron_rl.transfer.hybrid_engine import HybridEngine
 
 
@@ -184,6 +185,9 @@ class RolloutGenerator:
             raise_together(error, self._group)
         episodes.stop()
         self.metrics = requests.describe(self.is_first, self._group)
+        if self._config.schedule.elastic:
+            front = cast("Front", self._engine.weights) if self.is_first else None
+            self.metrics |= share_object(front and front.describe(), self._group, self.engines.of[0][0])
 
     def answer(self, requests: Sequence[Request]) -> list[Sampled]:
         """Return the responses to requests, whose keys are their indices, on every rank; collective."""

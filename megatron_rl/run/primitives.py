@@ -222,7 +222,8 @@ def build_primitives(
 ) -> Primitives:
     """Build the roles, the engines and the training state; collective."""
     spec, timers = inputs.spec, sinks.timers
-    if not parts.rollouts and process.rank in config.placement.ranks_of("rollout", process.world_size):
+    is_here = not parts.rollouts and not config.schedule.elastic
+    if is_here and process.rank in config.placement.ranks_of("rollout", process.world_size):
         import_library(config.rollout.engine, process.device)
     roles = build_roles(config, inputs, parts, sinks.starting)
     reference, critic = roles.get("reference"), roles.get("critic")

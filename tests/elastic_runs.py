@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs with engines outside of the job, which are forks of the test's process, so that they start at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.engines.elastic.member import EngineProcess
+from megatron_rl.parallel.collectives import init_distributed
+from rl_runs import overrides_for
+
+ELASTIC = ("schedule.elastic=true", "schedule.silent_seconds=5", "trainer.collective_timeout=100")
+# Log-probs of a response do not depend on its batch, so neither on its engine.
+HF = (
+    *("rollout.engine=hf", "rollout.bitwise=true", "data.validation_files=[]", "trainer.val_before_train=false"),
+    *("hybrid.verify=full", "trainer.log_rollouts=-1", "trainer.save_final=true"),
+)
+
+
+def elastic_overrides(task: Path, run_dir: Path, *extra: str) -> list[str]:
+    """Command line of a run on one rank with the hf engine outside of it."""
+    return overrides_for(task, run_dir, *HF, *ELASTIC, *extra)
+
+
+def _serve(run_dir: Path, prepare: Callable[[], None]) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    torch.set_num_threads(1)
+    log = os.open(run_dir.with_name(f"{run_dir.name}-engine-{os.getpid()}.log"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    code = 1
+    with suppress(BaseException):
+        import logging
+        import traceback
+
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+        try:
+            prepare()
+            EngineProcess(run_dir, init_distributed(100.0), patience_seconds=60.0).run()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+    os._exit(code)
+
+
+def start_engine(run_dir: Path, prepare: Callable[[], None] = lambda: None) -> BaseProcess:
+    """Start an engine; `prepare` is called in it first."""
+    process = get_context("fork").Process(target=_serve, args=(run_dir, prepare))
+    process.start()
+    return process
+
+
+@contextmanager
+def engines(run_dir: Path, count: int, prepare: Callable[[], None] = lambda: None) -> Iterator[list[BaseProcess]]:
+    """Start engines, which are gone afterwards."""
+    processes = [start_engine(run_dir, prepare) for _ in range(count)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid or 0, signal.SIGKILL)
+            process.join()
+
+
+def read_samples(run_dir: Path) -> dict[tuple[int, int, int], dict[str, Any]]:
+    """Return the logged rollouts by (step, prompt, sample)."""
+    found: dict[tuple[int, int, int], dict[str, Any]] = {}
+    for file in sorted((run_dir / "rollouts").glob("step_*.jsonl")):
+        for row in map(json.loads, file.read_text().splitlines()):
+            key = (int(file.stem.removeprefix("step_")), row["prompt_id"], row["sample_index"])
+            assert key not in found, f"{key} was learned twice"
+            found[key] = row
+    return found
