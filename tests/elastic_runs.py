@@ -32,9 +32,12 @@ def elastic_overrides(task: Path, run_dir: Path, *extra: str) -> list[str]:
     return overrides_for(task, run_dir, *HF, *ELASTIC, *extra)
 
 
-def _serve(run_dir: Path, prepare: Callable[[], None]) -> None:
+def _serve(run_dir: Path, prepare: Callable[[], None], rank: int = 0, size: int = 1, port: int = 0) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+    if size > 1:
+        os.environ |= dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{size}", LOCAL_WORLD_SIZE=f"{size}")
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
     torch.set_num_threads(1)
     log = os.open(run_dir.with_name(f"{run_dir.name}-engine-{os.getpid()}.log"), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
@@ -59,6 +62,15 @@ def start_engine(run_dir: Path, prepare: Callable[[], None] = lambda: None) -> B
     process = get_context("fork").Process(target=_serve, args=(run_dir, prepare))
     process.start()
     return process
+
+
+def start_ranks(run_dir: Path, size: int, prepare: Callable[[], None], port: int) -> list[BaseProcess]:
+    """Start the ranks of an engine, which meet on a free port."""
+    context = get_context("fork")
+    ranks = [context.Process(target=_serve, args=(run_dir, prepare, rank, size, port)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    return ranks
 
 
 @contextmanager

@@ -138,13 +138,14 @@ class StatusPage(Sink):
         for record in records:
             self._add(step_of(record), record)
 
-    def place(self, roles: Mapping[str, Any], placement: Any, plan: Any) -> None:
+    def place(self, roles: Mapping[str, Any], placement: Any, plan: Any, has_front: bool = False) -> None:
         """Set the map of ranks, and the optimizer steps of a step.
 
         Args:
             roles: `RoleInputs` by name.
             placement: `PlacementConfig` of the run.
             plan: `BatchPlan` of the run.
+            has_front: the engines are outside of the job, and a rank has their front.
         """
         found: dict[int, dict[str, str]] = {}
         for role in roles.values():
@@ -161,7 +162,8 @@ class StatusPage(Sink):
             engines = actor.model_copies().of
         for number, members in enumerate(engines):
             for place, rank in enumerate(members):
-                found.setdefault(rank, {})[f"engine {number}"] = f"tp{place}" if width > 1 else ""
+                title = "front of the engines" if has_front else f"engine {number}"
+                found.setdefault(rank, {})[title] = f"tp{place}" if width > 1 else ""
         self._places = [{"rank": rank, "roles": found[rank]} for rank in sorted(found)]
         self._updates = plan.optimizer_steps_per_step
 

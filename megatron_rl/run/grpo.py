@@ -264,7 +264,7 @@ class Trainer:
             self.run.follow_speed(Throughput(self.plan, shape, peak))
         sinks = RunSinks(timers, progress, self.run.dir / "schedule", self.run.starting)
         if self.run.page is not None:
-            self.run.page.place(inputs.roles, config.placement, inputs.plan)
+            self.run.page.place(inputs.roles, config.placement, inputs.plan, config.schedule.elastic)
         self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
         self.teachers = made.teachers

@@ -6,24 +6,32 @@ Not covered: GPUs, and hosts that share neither CPUs nor files.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_runs import ELASTIC, HF, engines, start_engine
+from elastic_runs import ELASTIC, HF, engines, read_samples, start_engine, start_ranks
 
 from distributed import run_ranks
 from golden_runs import compare, observe
+from launch_runs import ROOT, environment, find_free_port
+from megatron_rl.config.fields import dump_yaml
 from megatron_rl.engines.elastic.front import Front
 from megatron_rl.engines.elastic.member import EngineProcess
 from megatron_rl.engines.local.transformers import HuggingFaceEngine
-from rl_runs import overrides_for, read_records, train
+from megatron_rl.run.loading import load_config
+from namespaces import Host, can_make_hosts, two_hosts
+from rl_runs import import_engine, overrides_for, read_records, train
 
 # An engine in the job shares its weights with the actor, where this is possible.
 TRAFFIC = ("metrics: reshard/bytes_", "metrics: samples/bytes_per_rank.")
@@ -91,7 +99,7 @@ def disturb(act: Callable[[], Any], count: int = 2) -> Callable[[], None]:
                 acted.append(act())
             return real(front)
 
-        Front.step = step
+        Front.step = step  # pyright: ignore[reportAttributeAccessIssue]
 
     return prepare
 
@@ -111,7 +119,7 @@ def fail_in_second_version(flag: Path) -> None:
             raise ZeroDivisionError("planted")
         return real(engine)
 
-    EngineProcess._load, HuggingFaceEngine.step = note, step
+    EngineProcess._load, HuggingFaceEngine.step = note, step  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_killed_engine_changes_nothing(task: Path, tmp_path: Path, undisturbed: Path) -> None:
@@ -171,3 +179,166 @@ def test_other_losses_change_nothing(task: Path, tmp_path: Path, longer: Path, w
     assert lost_in_all == (what != "leaves")
     words = {"raises": "(ZeroDivisionError: planted)", "sleeps": "(silence)", "leaves": "leaves and gives back 16"}
     assert words.get(what, "s after a loss") in read_front(run_dir)
+
+
+def enter(host: Host) -> None:
+    """Move this process to the network of a host."""
+    with open(f"/run/netns/{host.name}") as network:
+        assert ctypes.CDLL(None).setns(network.fileno(), 0) == 0
+
+
+@pytest.mark.slow
+def test_a_host_that_disappears_and_comes_back(task: Path, tmp_path: Path, longer: Path) -> None:
+    """The cable to both engines is pulled while they generate, and plugged in again after they are lost."""
+    if (reason := can_make_hosts()) is not None:
+        pytest.skip(reason)
+    run_dir = tmp_path / "run"
+    settings = (*ELASTIC, "schedule.silent_seconds=1", "trainer.total_steps=3")
+    with two_hosts() as (here, there):
+
+        def cut() -> None:
+            there.set_link("down")
+            threading.Timer(4.0, there.set_link, ("up",)).start()
+
+        def prepare() -> None:
+            enter(here)
+            disturb(cut)()
+
+        with engines(run_dir, 2, lambda: enter(there)) as processes:
+            run(task, run_dir, *settings, prepare=prepare)
+            for process in processes:
+                process.join(20)
+            assert [process.exitcode for process in processes] == [0, 0]
+    assert_equal(longer, run_dir)
+    assert read_records(run_dir)[-1]["engines/lost"] == 2
+    assert f"on {there.address} is lost (" in read_front(run_dir)
+
+
+@pytest.mark.slow
+def test_engines_join_the_restarted_job(task: Path, tmp_path: Path, longer: Path) -> None:
+    """The job is killed in its second step and resumes; its engines wait for it, and keep their models."""
+    run_dir, settings = tmp_path / "run", (*ELASTIC, "trainer.total_steps=3", "trainer.save_freq=1")
+    overrides = overrides_for(task, run_dir, *HF, *settings)
+
+    def work(rank: int, size: int) -> str | None:
+        disturb(lambda: os.kill(os.getpid(), signal.SIGKILL))()
+        return train(rank, size, overrides)
+
+    with engines(run_dir, 2) as processes:
+        run_ranks(work, 1, timeout=170, dying=(0,))
+        assert all(process.is_alive() for process in processes)
+        run(task, run_dir, *settings)
+        for process in processes:
+            process.join(20)
+        assert [process.exitcode for process in processes] == [0, 0]
+    expected, found = observe(longer), observe(run_dir)
+    assert expected["rollouts"] == found["rollouts"] and expected["weights"] == found["weights"]
+
+
+@pytest.mark.slow
+def test_staleness_is_bounded_in_spite_of_losses(task: Path, tmp_path: Path) -> None:
+    """Engines generate while the actor trains: each prompt is learned once, from tokens at most one step old."""
+    run_dir = tmp_path / "run"
+    settings = (
+        *("schedule.max_staleness=1", "algorithm.importance_sampling=token-truncate", "trainer.total_steps=6"),
+        *("placement.actor=0-0", "placement.reference=0-0", "placement.rollout=1-1"),
+        *("rollout.max_num_seqs=4", "data.train_batch_size=4"),
+    )
+    with engines(run_dir, 2) as (lost, other):
+
+        def act() -> None:
+            os.kill(lost.pid or 0, signal.SIGKILL)
+            start_engine(run_dir)
+
+        run(task, run_dir, *ELASTIC, *settings, prepare=disturb(act), world_size=2)
+        other.join(20)
+        assert other.exitcode == 0
+    samples, records = read_samples(run_dir), read_records(run_dir)
+    assert len(samples) == 6 * 4 * 4 and records[-1]["engines/lost"] == 1
+    epochs = [[prompt for (step, prompt, sample) in samples if step in steps] for steps in ((1, 2, 3, 4), (5, 6))]
+    assert Counter(epochs[0]) == dict.fromkeys(range(16), 4) and set(Counter(epochs[1]).values()) == {4}
+    updates = 1  # of the optimizer in a step
+    for (step, _, _), row in samples.items():
+        assert all((step - 2) * updates <= version <= (step - 1) * updates for version in row["versions"])
+    assert max(record["schedule/staleness_max"] for record in records) == 1
+
+
+VLLM = ("rollout.engine=vllm", "rollout.bitwise=false", "data.validation_files=[]", "trainer.total_steps=2")
+
+
+@pytest.mark.slow
+def test_vllm_outside_of_the_job(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """Bit for bit its numbers in the job, if one engine gets the same requests at the same time."""
+    run(task, tmp_path / "inside", *VLLM)
+    with engines(tmp_path / "outside", 1, import_engine) as processes:
+        run(task, tmp_path / "outside", *ELASTIC, *VLLM)
+        processes[0].join(20)
+        assert processes[0].exitcode == 0
+    assert_equal(tmp_path / "inside", tmp_path / "outside")
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_ranks(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """Each rank fetches its shards; greedy tokens are those of one rank, and losses of the engine are repeated."""
+    greedy = ("rollout.temperature=1.0", "data.validation_files=[]")
+    one, two = (*VLLM, *greedy, *ELASTIC), (*VLLM, *greedy, *ELASTIC, "rollout.tensor_model_parallel_size=2")
+    with engines(tmp_path / "one", 1, import_engine):
+        run(task, tmp_path / "one", *one)
+    ranks = start_ranks(tmp_path / "two", 2, import_engine, find_free_port())
+    run(task, tmp_path / "two", *two)
+    for process in ranks:
+        process.join(20)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    before, after = (read_samples(tmp_path / name) for name in ("one", "two"))
+    first = [key for key in before if key[0] == 1]
+    assert len(first) == 32 and all(before[key]["tokens"] == after[key]["tokens"] for key in first)
+
+
+@pytest.mark.slow
+def test_the_scripts(task: Path, tmp_path: Path) -> None:
+    """A job and the script of its engines, which starts a killed engine again, and ends well with the run."""
+    run_dir = tmp_path / "run"
+    recipe = tmp_path / "recipe.yaml"
+    overrides = overrides_for(task, run_dir, *HF, *ELASTIC, "trainer.total_steps=60", "schedule.silent_seconds=15")
+    recipe.write_text(dump_yaml(load_config(None, overrides).config))
+    command = [sys.executable, "launch/pretrain_grpo.py", str(recipe), f"trainer.run_dir={run_dir}"]
+    with open(tmp_path / "job.log", "w") as log, open(tmp_path / "engine.log", "w") as said:
+        job = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+        script = subprocess.Popen(
+            ["bash", "launch/engine.sh", str(run_dir)],
+            cwd=ROOT,
+            env=environment(ENGINES="2"),
+            stdout=said,
+            stderr=said,
+        )
+        try:
+            wait_until(lambda: count_records(run_dir) >= 3, 120)
+            (victim, *_) = list_engines(script.pid)
+            victim.kill()
+            wait_until(lambda: "after a loss" in read_front(run_dir), 120)
+            assert job.wait(240) == 0 and script.wait(30) == 0, (tmp_path / "engine.log").read_text()
+        finally:
+            for process in (*psutil.Process(script.pid).children(recursive=True), script, job):
+                process.kill()
+    records = read_records(run_dir)
+    assert len(records) == 60 and records[-1]["engines/lost"] == 1
+
+
+def wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def count_records(run_dir: Path) -> int:
+    """Return the number of recorded steps."""
+    file = run_dir / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def list_engines(script: int) -> list[psutil.Process]:
+    """Return the engines of a script."""
+    children = psutil.Process(script).children(recursive=True)
+    return [child for child in children if "launch/engine.py" in child.cmdline()]
