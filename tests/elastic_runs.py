@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -74,12 +76,28 @@ def start_ranks(run_dir: Path, size: int, prepare: Callable[[], None], port: int
 
 
 @contextmanager
-def engines(run_dir: Path, count: int, prepare: Callable[[], None] = lambda: None) -> Iterator[list[BaseProcess]]:
-    """Start engines, which are gone afterwards."""
+def engines(
+    run_dir: Path, count: int, prepare: Callable[[], None] = lambda: None, again: bool = False
+) -> Iterator[list[BaseProcess]]:
+    """Start engines, which are gone afterwards; `again`: in place of the first that ends, another one is started."""
     processes = [start_engine(run_dir, prepare) for _ in range(count)]
+    sentinels, is_over = [process.sentinel for process in processes], threading.Event()
+
+    def replace() -> None:  # not in a rank, whose sockets a fork would keep open
+        while not is_over.is_set():
+            if wait(sentinels, timeout=0.1):
+                processes.append(start_engine(run_dir, prepare))
+                return
+
+    thread = threading.Thread(target=replace) if again else None
+    if thread is not None:
+        thread.start()
     try:
         yield processes
     finally:
+        is_over.set()
+        if thread is not None:
+            thread.join()
         for process in processes:
             with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGKILL)

@@ -15,12 +15,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from elastic_runs import ELASTIC, HF, engines, read_samples, start_engine, start_ranks
+from elastic_runs import ELASTIC, HF, engines, read_samples, start_ranks
 
 from distributed import run_ranks
 from golden_runs import compare, observe
@@ -150,7 +150,6 @@ def test_other_losses_change_nothing(task: Path, tmp_path: Path, longer: Path, w
     """
     run_dir, flag = tmp_path / "run", tmp_path / "raised"
     settings = (*ELASTIC, "schedule.silent_seconds=1", "trainer.total_steps=3")
-    started: list[BaseProcess] = []
 
     def act(lost: int) -> None:
         if what == "sleeps":
@@ -158,19 +157,15 @@ def test_other_losses_change_nothing(task: Path, tmp_path: Path, longer: Path, w
             threading.Timer(3.0, os.kill, (lost, signal.SIGCONT)).start()
         elif what in ("leaves", "returns"):
             os.kill(lost, signal.SIGUSR1 if what == "leaves" else signal.SIGKILL)
-        started.append(start_engine(run_dir)) if what != "sleeps" else None
 
     def prepare_engine() -> None:
         if what == "raises":
             fail_in_second_version(flag)
 
-    with engines(run_dir, 2, prepare_engine) as (lost, other):
-        if what == "raises":  # a third engine takes the place of the one that raises
-            with engines(run_dir, 1):
-                run(task, run_dir, *settings, prepare=disturb(lambda: None))
-        else:
-            run(task, run_dir, *settings, prepare=disturb(lambda: act(lost.pid or 0)))
-        for process in (lost, other):
+    with engines(run_dir, 2, prepare_engine, again=what != "sleeps") as processes:
+        lost, other, *_ = processes
+        run(task, run_dir, *settings, prepare=disturb(lambda: act(lost.pid or 0)))
+        for process in processes:
             process.join(20)
         codes = sorted([lost.exitcode or 0, other.exitcode or 0])
     assert codes == {"raises": [0, 1], "sleeps": [0, 0], "leaves": [0, 0], "returns": [-9, 0]}[what]
@@ -244,15 +239,12 @@ def test_staleness_is_bounded_in_spite_of_losses(task: Path, tmp_path: Path) -> 
         *("placement.actor=0-0", "placement.reference=0-0", "placement.rollout=1-1"),
         *("rollout.max_num_seqs=4", "data.train_batch_size=4"),
     )
-    with engines(run_dir, 2) as (lost, other):
-
-        def act() -> None:
-            os.kill(lost.pid or 0, signal.SIGKILL)
-            start_engine(run_dir)
-
-        run(task, run_dir, *ELASTIC, *settings, prepare=disturb(act), world_size=2)
-        other.join(20)
-        assert other.exitcode == 0
+    with engines(run_dir, 2, again=True) as processes:
+        kill = disturb(lambda: os.kill(processes[0].pid or 0, signal.SIGKILL))
+        run(task, run_dir, *ELASTIC, *settings, prepare=kill, world_size=2)
+        for process in processes[1:]:
+            process.join(20)
+        assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0, 0]
     samples, records = read_samples(run_dir), read_records(run_dir)
     assert len(samples) == 6 * 4 * 4 and records[-1]["engines/lost"] == 1
     epochs = [[prompt for (step, prompt, sample) in samples if step in steps] for steps in ((1, 2, 3, 4), (5, 6))]
@@ -299,7 +291,7 @@ def test_the_scripts(task: Path, tmp_path: Path) -> None:
     """A job and the script of its engines, which starts a killed engine again, and ends well with the run."""
     run_dir = tmp_path / "run"
     recipe = tmp_path / "recipe.yaml"
-    overrides = overrides_for(task, run_dir, *HF, *ELASTIC, "trainer.total_steps=60", "schedule.silent_seconds=15")
+    overrides = overrides_for(task, run_dir, *HF, *ELASTIC, "trainer.total_steps=80", "schedule.silent_seconds=15")
     recipe.write_text(dump_yaml(load_config(None, overrides).config))
     command = [sys.executable, "launch/pretrain_grpo.py", str(recipe), f"trainer.run_dir={run_dir}"]
     with open(tmp_path / "job.log", "w") as log, open(tmp_path / "engine.log", "w") as said:
@@ -312,16 +304,18 @@ def test_the_scripts(task: Path, tmp_path: Path) -> None:
             stderr=said,
         )
         try:
-            wait_until(lambda: count_records(run_dir) >= 3, 120)
+            wait_until(lambda: count_records(run_dir) >= 3, 240)
             (victim, *_) = list_engines(script.pid)
             victim.kill()
-            wait_until(lambda: "after a loss" in read_front(run_dir), 120)
-            assert job.wait(240) == 0 and script.wait(30) == 0, (tmp_path / "engine.log").read_text()
+            wait_until(lambda: "after a loss" in read_front(run_dir), 240)
+            assert job.wait(240) == 0 and script.wait(60) == 0, (tmp_path / "engine.log").read_text()
         finally:
-            for process in (*psutil.Process(script.pid).children(recursive=True), script, job):
-                process.kill()
+            for process in (script, job):
+                if process.poll() is None:
+                    process.terminate()  # the script tells its engines
+                    process.wait(60)
     records = read_records(run_dir)
-    assert len(records) == 60 and records[-1]["engines/lost"] == 1
+    assert len(records) == 80 and records[-1]["engines/lost"] == 1
 
 
 def wait_until(holds: Callable[[], bool], seconds: float) -> None:
