@@ -74,8 +74,9 @@ class EngineProcess:
             while self._share(self._next_messages):
                 pass
         except Exception as error:
-            with contextlib.suppress(AttributeError, *FAILURES):
-                self._link.send("failed", f"{type(error).__name__}: {error}")  # pyright: ignore[reportOptionalMemberAccess]
+            if self._link is not None:
+                with contextlib.suppress(*FAILURES):
+                    self._link.send("failed", f"{type(error).__name__}: {error}")
             raise
         finally:
             if self._link is not None:
