@@ -55,11 +55,7 @@ def describe_engine(config: RolloutConfig, device: torch.device, records_routes:
 
 
 def build_engine(spec: EngineSpec, make: EngineMaker | None = None) -> BuiltEngine:
-    """Build the engine that `rollout.engine` names (UserError: unknown or unsuitable layout); collective.
-
-    Args:
-        make: builds another engine in its place.
-    """
+    """Build the engine that `rollout.engine` names (UserError: unknown or unsuitable layout), or `make`; collective."""
     make = make or ENGINES[spec.config.engine].make
     tp_size = spec.config.tensor_model_parallel_size
     if tp_size > 1:

@@ -20,7 +20,7 @@ from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, RunConfig
 from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.engines.build import BuiltEngine, build_engine
-from megatron_rl.engines.protocol import EngineMaker, EngineSpec, EngineWeights
+from megatron_rl.engines.protocol import EngineSpec, EngineWeights
 from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import Process, align_group_names, gather_objects, share_object, world
 from megatron_rl.parallel.groups import ParallelGroups, join_groups
@@ -269,24 +269,17 @@ def _build_engine(
             records_routes=config.actor.router_replay == "engine",
             thoughts=thoughts,
         )
-        built = build_engine(spec, _find_front(config))
+        make = None
+        if config.schedule.elastic:
+            from megatron_rl.engines.elastic.front import choose_front
+
+            make = choose_front(config.schedule, config.trainer)
+        built = build_engine(spec, make)
     if len(ranks) < process.world_size:
         absent = share_object(built and built.absent(), world(), ranks.start)
         built = built or absent
     assert built is not None
     return built
-
-
-def _find_front(config: RunConfig) -> EngineMaker | None:
-    """Return what builds the front of engines outside of the job, if they are."""
-    schedule, trainer = config.schedule, config.trainer
-    if not schedule.elastic:
-        return None
-    from megatron_rl.engines.elastic.front import Front
-
-    # Ranks that wait for the front's samples would otherwise report a stall before it reports the reason.
-    patience = 0.8 * trainer.collective_timeout
-    return lambda spec: Front(spec, Path(str(trainer.run_dir)), schedule.silent_seconds, patience)
 
 
 def order_prompts(config: RunConfig, train: PromptSet, prompts: Sequence[T]) -> PromptBatches[T]:

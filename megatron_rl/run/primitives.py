@@ -221,9 +221,8 @@ def build_primitives(
     config: RunConfig, inputs: RlInputs, parts: Parts, process: Process, sinks: RunSinks
 ) -> Primitives:
     """Build the roles, the engines and the training state; collective."""
-    spec, timers = inputs.spec, sinks.timers
-    is_here = not parts.rollouts and not config.schedule.elastic
-    if is_here and process.rank in config.placement.ranks_of("rollout", process.world_size):
+    spec, timers, is_elsewhere = inputs.spec, sinks.timers, parts.rollouts or config.schedule.elastic
+    if not is_elsewhere and process.rank in config.placement.ranks_of("rollout", process.world_size):
         import_library(config.rollout.engine, process.device)
     roles = build_roles(config, inputs, parts, sinks.starting)
     reference, critic = roles.get("reference"), roles.get("critic")

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rl.config.schema import TrainerConfig
+from megatron_rl.config.sections import ScheduleConfig
 from megatron_rl.engines.elastic.link import ADDRESS, FAILURES, Address, Link, as_bytes, describe_failure
 from megatron_rl.engines.protocol import EngineSpec, EngineWeights, Request, Sampled
 from megatron_rl.types import UserError
@@ -53,6 +55,18 @@ class Member:
         self.running: dict[int, Request] = {}
         self.is_built = self.is_ready = False  # has its engine; has had weights
         self.num_tokens = 0  # in flight, by its last heartbeat
+
+    def beat(self, num_tokens: int) -> None:
+        """Record a heartbeat."""
+        self.num_tokens = num_tokens
+
+    def finish_build(self) -> None:
+        """Record that the engine is built."""
+        self.is_built = True
+
+    def finish_load(self) -> None:
+        """Record that the engine has weights."""
+        self.is_ready = True
 
 
 class Front(EngineWeights):
@@ -121,7 +135,7 @@ class Front(EngineWeights):
             while True:
                 message = link.receive()
                 if message[0] == "beat":
-                    member.num_tokens = message[1]
+                    member.beat(message[1])
                 else:
                     self._news.put((member, message))
         except FAILURES as failure:
@@ -279,7 +293,7 @@ class Front(EngineWeights):
                     self._finished.append(one)
                     self._homes[one.key] = member
         elif kind == "built":
-            member.is_built = True
+            member.finish_build()
             if self._version is not None:
                 self._tell(member, "weights", self._version)
         elif kind == "loaded":
@@ -293,8 +307,8 @@ class Front(EngineWeights):
             self._lose(member, what[0])
 
     def _welcome(self, member: Member) -> None:
-        member.is_ready, self._alone_since = True, None
-        after = ""
+        member.finish_load()
+        self._alone_since, after = None, ""
         if self._losses:
             self._rejoin_seconds = time.monotonic() - self._losses.popleft()
             after = f", {self._rejoin_seconds:.1f} s after a loss"
@@ -320,7 +334,7 @@ class Front(EngineWeights):
         """Drop a member and put its requests back, first in the queue."""
         self._members.remove(member)
         self._waiting.extendleft(reversed(member.running.values()))
-        member.running = {}
+        member.running.clear()
         member.link.end()
 
     def _check_members(self) -> None:
@@ -343,6 +357,13 @@ class Front(EngineWeights):
                 hint=f"start engines by launch/engine.sh {self._directory}, and read why the last ones ended; "
                 "the run continues from its newest checkpoint",
             )
+
+
+def choose_front(schedule: ScheduleConfig, trainer: TrainerConfig) -> Callable[[EngineSpec], Front]:
+    """Return the constructor of a run's front."""
+    # Ranks that wait for the front's samples would otherwise report a stall before it reports the reason.
+    patience = 0.8 * trainer.collective_timeout
+    return lambda spec: Front(spec, Path(str(trainer.run_dir)), schedule.silent_seconds, patience)
 
 
 def _pack_spec(spec: EngineSpec) -> bytes:
