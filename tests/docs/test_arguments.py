@@ -36,6 +36,7 @@ UNREAD = {
     "pip": "installs a package that docs/dependencies.md names",
     "megatron-rl": "needs the package installed; tests/launch/test_wheel.py types its commands",
     "ssh": "needs another machine",
+    "sbatch": "needs SLURM",
     "launch/serve.sh": "serves until it is stopped; tests/tools/serving/test_server.py starts tools/serve.py",
     "tensorboard": "another program; tests/observability/test_tensorboard.py reads what it shows",
     "wandb": "another program, and needs an account",

@@ -24,6 +24,7 @@ NAMES = {metric.name for metric in ROWS}
 # sources, bytes and trees, which are younger than the recordings, in tests/samples; episodes in tests/run.
 NOT_RECORDED = (
     "preference/",  # tests/run/test_preference.py
+    "engines/",  # tests/run/test_elastic_in_loop.py
     "validation/<set>/margin",
     "validation/<set>/calibration_error",
     "time/",

@@ -154,7 +154,7 @@ def test_one_member_gets_all_requests_at_once_and_in_order(front: Front, tmp_pat
 
 @pytest.mark.parametrize("reason", ["closed", "failed", "silent"])
 def test_a_loss_repeats_requests(front: Front, tmp_path: Path, reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Each is answered once, with its seed; what the lost member says later is not taken."""
+    """Each is answered once, with its seed; a later answer of the lost member is not taken."""
     front.end_weight_update()
     lost, other = Player(tmp_path, front), Player(tmp_path, front)
     front.add(REQUESTS)
@@ -192,7 +192,7 @@ def test_a_loss_repeats_requests(front: Front, tmp_path: Path, reason: str, capl
 
 
 def test_a_response_that_comes_twice_is_taken_once(front: Front, tmp_path: Path) -> None:
-    """Also if it was never asked for."""
+    """Also without a request."""
     front.end_weight_update()
     player = Player(tmp_path, front)
     front.add(REQUESTS[:2])
@@ -203,7 +203,7 @@ def test_a_response_that_comes_twice_is_taken_once(front: Front, tmp_path: Path)
 
 
 def test_a_member_that_leaves_gives_its_requests_back(front: Front, tmp_path: Path) -> None:
-    """It is told when it may end, and is no loss."""
+    """It waits for the front's permission to end, and is no loss."""
     front.end_weight_update()
     leaving, other = Player(tmp_path, front), Player(tmp_path, front)
     front.add(REQUESTS[:2])

@@ -38,7 +38,7 @@ TRAFFIC = ("metrics: reshard/bytes_", "metrics: samples/bytes_per_rank.")
 
 
 def run(task: Path, run_dir: Path, *extra: str, prepare: Any = lambda: None, world_size: int = 1) -> None:
-    """Train, with engines outside of the job if `extra` says so."""
+    """Train, with engines outside of the job if `extra` has these settings."""
 
     def work(rank: int, size: int) -> str | None:
         prepare()
@@ -145,7 +145,7 @@ def longer(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["raises", "sleeps", "leaves", "returns"])
 def test_other_losses_change_nothing(task: Path, tmp_path: Path, longer: Path, what: str) -> None:
-    """An engine that raises, that is suspended for longer than the limit and then joins again, that is told to leave,
+    """An engine that raises, that is suspended for longer than the limit and then joins again, that must leave,
     and one that is killed and started again.
     """
     run_dir, flag = tmp_path / "run", tmp_path / "raised"
@@ -312,7 +312,7 @@ def test_the_scripts(task: Path, tmp_path: Path) -> None:
         finally:
             for process in (script, job):
                 if process.poll() is None:
-                    process.terminate()  # the script tells its engines
+                    process.terminate()  # the script ends its engines
                     process.wait(60)
     records = read_records(run_dir)
     assert len(records) == 80 and records[-1]["engines/lost"] == 1

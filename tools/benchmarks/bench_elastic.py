@@ -4,8 +4,9 @@
     python tools/make_toy_task.py --out TASK
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_elastic.py launch/recipes/toy_arithmetic.yaml \\
         model.path=TASK/model data.train_files=[TASK/train.jsonl] data.validation_files=[] \\
-        actor.pipeline_model_parallel_size=1 rollout.engine=hf rollout.bitwise=true trainer.log_rollouts=-1 \\
-        schedule.silent_seconds=2 trainer.total_steps=3 --jobs 100 --json FILE
+        actor.tensor_model_parallel_size=1 actor.pipeline_model_parallel_size=1 actor.sequence_parallel=false \\
+        rollout.engine=hf rollout.bitwise=true trainer.log_rollouts=-1 schedule.silent_seconds=2 \\
+        trainer.total_steps=3 --jobs 100 --json FILE
     ... --soak --every 20 trainer.total_steps=500 --json FILE
 
 Each job loses one of its engines in generation, at an update of the weights, in a checkpoint or as it joins; by

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front of elastic engines: an engine of the job that hands its requests to engines outside of it, its members.
+"""The front of elastic engines: an engine of the job that hands its requests to engines outside it, its members.
 
 No collective connects a member with the job, so a member may be lost at any moment: its requests are repeated by the
 others with equal seeds, and no answer of a lost member is taken. Members fetch weights from the front, which keeps the
@@ -286,7 +286,7 @@ class Front(EngineWeights):
             self._members.append(member)
             _log.info("%s has joined, and builds its model", member.title)
         elif member not in self._members:
-            return  # lost, or told to join again
+            return  # lost: it must join again
         elif kind == "sampled":
             for one in what[0]:
                 if member.running.pop(one.key, None) is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections between a run and engines outside of it, and the file in which an engine finds the run.
+"""Connections between a run and engines outside it, and the file in which an engine finds the run.
 
-Both sides prove that they know the run's key before either unpickles a message. Messages are not encrypted, as those of
-torch.distributed are not: the network must be trusted.
+Both sides prove possession of the run's key before either unpickles a message. Messages are not encrypted, like
+torch.distributed's: the network must be trusted.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _WORDS = {EOFError: "the connection was closed", BlockingIOError: "silence", Tim
 
 
 class Link:
-    """A connection over which both sides have proved to know the key; sends are thread-safe.
+    """A connection whose two sides have the same key; sends are thread-safe.
 
     Args:
         seconds: limit for each message of the handshake, for sends, and for bytes without acknowledgement.
         mine, theirs: names of the two sides.
 
     Raises:
-        OSError, EOFError: the other side does not answer, or does not know the key.
+        OSError, EOFError: the other side does not answer, or has another key.
     """
 
     def __init__(self, endpoint: socket.socket, key: bytes, seconds: float, mine: bytes, theirs: bytes) -> None:
@@ -58,7 +58,7 @@ class Link:
             self._connection.send_bytes(hmac.digest(key, mine + asked, "sha256"))
             proof = self._connection.recv_bytes(hashlib.sha256().digest_size)
             if not hmac.compare_digest(proof, hmac.digest(key, theirs + nonce, "sha256")):
-                raise ConnectionRefusedError("the other side does not know the key of the run")
+                raise ConnectionRefusedError("the other side has another key")
         except BaseException:
             self.close()
             raise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine outside of the job: it finds a run, fetches weights, answers requests, and joins again after a loss.
+"""An engine outside the job: it finds a run, fetches weights, answers requests, and joins again after a loss.
 
 The ranks of a tensor parallel engine are a job of their own. The first one receives messages and shares them, all make
 the same calls of the engine in the same order, and each fetches its own pieces of the weights.
@@ -38,10 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """One rank of an engine outside of the job.
+    """One rank of an engine outside the job.
 
     Args:
-        directory: of the run.
+        directory: run directory, with the address of the front.
         patience_seconds: how long a run is searched, at the start and after the end of a connection.
     """
 
@@ -60,7 +60,7 @@ class EngineProcess:
         return self._process.rank == 0
 
     def run(self) -> None:
-        """Serve until the run has ended or this process is asked to leave; collective over the engine's ranks.
+        """Serve until the run has ended or this process must leave; collective over the engine's ranks.
 
         Raises:
             UserError: no run was found.
@@ -191,7 +191,7 @@ class EngineProcess:
         """Build the engine, unless it was built from equal inputs."""
         if digest != self._digest:
             if self._engine is not None:
-                raise RuntimeError("the run has come back with other settings: this engine must be started anew")
+                raise RuntimeError("the run has come back with other settings: this engine must be started again")
             spec = replace(pickle.loads(packed), process=self._process)
             if (size := spec.config.tensor_model_parallel_size) != self._process.world_size:
                 raise UserError(
