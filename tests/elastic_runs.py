@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs with engines outside of the job, which are forks of the test's process, so that they start at once."""
+"""Runs with engines outside the job, which are forks of the test's process, so that they start at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HF = (
 
 
 def elastic_overrides(task: Path, run_dir: Path, *extra: str) -> list[str]:
-    """Command line of a run on one rank with the hf engine outside of it."""
+    """Command line of a run on one rank with the hf engine outside it."""
     return overrides_for(task, run_dir, *HF, *ELASTIC, *extra)
 
 

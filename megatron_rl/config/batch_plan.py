@@ -298,7 +298,7 @@ def _check_placement(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
         )
     if cfg.schedule.elastic and num_ranks != 1:
         raise UserError(
-            f"{num_ranks} ranks of the job for engines that are outside of it",
+            f"{num_ranks} ranks of the job for engines outside it",
             source="placement.rollout and schedule.elastic",
             expected="one rank, which hands requests to all engines",
             hint=f"set placement.rollout={world_size - 1}-{world_size - 1}, or schedule.elastic=false",

@@ -471,7 +471,7 @@ def _check_schedule(config: CheckedConfig) -> None:
 
 
 def _check_elastic(config: CheckedConfig) -> None:
-    """Refuse what engines outside of the job do not support (`schedule.elastic`)."""
+    """Refuse what engines outside the job do not support (`schedule.elastic`)."""
     steps, whole = "its engines do not step together", "its engines fetch the model's tensors"
     config.exclude(
         "schedule.elastic",
@@ -484,7 +484,7 @@ def _check_elastic(config: CheckedConfig) -> None:
     config.require(
         not is_elastic or config.supports("elastic"),
         "schedule.elastic",
-        f"with rollout.engine = {engine!r}, which does not run outside of the job",
+        f"with rollout.engine = {engine!r}, which does not run outside the job",
         expected=f"rollout.engine={name_engines('elastic')}",
         hint="servers are restarted one by one without it (docs/servers.md): set schedule.elastic=false",
     )

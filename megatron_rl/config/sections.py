@@ -119,7 +119,7 @@ class ScheduleConfig:
     )
     elastic: bool = option(
         False,
-        "Engines are processes outside of the job, which join and leave while it runs (launch/engine.sh); the rank "
+        "Engines are processes outside the job, which join and leave while it runs (launch/engine.sh); the rank "
         "of placement.rollout hands them requests and weights.",
     )
     silent_seconds: float = option(

@@ -104,7 +104,7 @@ ABILITIES = {
     "any_sinks": "serves them with other windows, norms and scaling of positions, too",
     "reads_config": "reads the model's config.json with transformers",
     "builds_model": "builds transformers' own model",
-    "elastic": "also runs outside of the job, where it joins and leaves (schedule.elastic)",
+    "elastic": "also runs outside the job, where it joins and leaves (schedule.elastic)",
 }
 
 

@@ -145,7 +145,7 @@ class StatusPage(Sink):
             roles: `RoleInputs` by name.
             placement: `PlacementConfig` of the run.
             plan: `BatchPlan` of the run.
-            has_front: the engines are outside of the job, and a rank has their front.
+            has_front: the engines are outside the job, and a rank has their front.
         """
         found: dict[int, dict[str, str]] = {}
         for role in roles.values():

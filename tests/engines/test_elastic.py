@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import re
 import socket
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,18 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.elastic.front import Front
 from megatron_rl.engines.elastic.link import ADDRESS, FAILURES, Address, Link, as_bytes
 from megatron_rl.engines.elastic.member import EngineProcess
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, SamplingConfig
 from megatron_rl.parallel.collectives import Process
+from megatron_rl.run.loading import load_config
+from megatron_rl.run.models import resolve
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
+from rl_runs import overrides_for
 
 SHAPE = ModelShape(
     family="qwen2",
@@ -396,3 +402,34 @@ def test_both_sides_of_a_link_have_limits() -> None:
         for _ in range(100):
             other.send_tensor(torch.zeros(1 << 20))
     listener.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["rollout.engine=vllm_server"], "does not run outside the job"),
+        (["rollout.engine=megatron"], "does not run outside the job"),
+        (["trainer.run_dir=null"], "without trainer.run_dir"),
+        (["schedule.max_staleness=1", "schedule.steps_per_update=4"], "its engines do not step together"),
+        (["actor.lora.rank=4", "hybrid.lora=adapter", "rollout.engine=vllm"], "its engines fetch the model's tensors"),
+        (["rollout.engine=vllm", "rollout.quantization=int8"], "its engines fetch the model's tensors"),
+    ],
+)
+def test_settings_that_elastic_engines_exclude(tmp_path: Path, settings: list[str], words: str) -> None:
+    """Each is refused before the run starts; without `schedule.elastic` it is not for this reason."""
+    overrides = overrides_for(tmp_path, tmp_path / "run", "rollout.engine=hf", *settings)
+    with pytest.raises(UserError, match=re.escape(words)):
+        load_config(None, [*overrides, "schedule.elastic=true"])
+    with suppress(UserError):
+        load_config(None, overrides)
+
+
+def test_one_rank_has_the_front(tmp_path: Path) -> None:
+    """Two are refused; with one, an engine's ranks are not the job's."""
+    settings = "schedule.elastic=true", "rollout.engine=vllm", "rollout.tensor_model_parallel_size=2"
+    config = load_config(None, overrides_for(tmp_path, tmp_path / "run", *settings)).config
+    spec = resolve(config)
+    with pytest.raises(UserError, match="2 ranks of the job for engines"):
+        BatchPlan.build(config, 2, spec)
+    plan = BatchPlan.build(config, 1, spec)
+    assert (plan.num_engines, plan.engine_ranks) == (1, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs whose engines are outside of the job and are lost on the way: nothing is lost, learned twice or changed.
+"""Whole runs whose engines are outside the job and are lost on the way: nothing is lost, learned twice or changed.
 
 Not covered: GPUs, and hosts that share neither CPUs nor files.
 """
@@ -38,7 +38,7 @@ TRAFFIC = ("metrics: reshard/bytes_", "metrics: samples/bytes_per_rank.")
 
 
 def run(task: Path, run_dir: Path, *extra: str, prepare: Any = lambda: None, world_size: int = 1) -> None:
-    """Train, with engines outside of the job if `extra` has these settings."""
+    """Train, with engines outside the job if `extra` has these settings."""
 
     def work(rank: int, size: int) -> str | None:
         prepare()
@@ -69,7 +69,7 @@ def undisturbed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_loss_changes_nothing(task: Path, tmp_path: Path, undisturbed: Path) -> None:
-    """One engine outside of the job, bit for bit."""
+    """One engine outside the job, bit for bit."""
     with engines(tmp_path / "run", 1) as processes:
         run(task, tmp_path / "run", *ELASTIC)
         processes[0].join(10)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines outside of the job that are lost at random moments: whole jobs, or one long job.
+"""Engines outside the job that are lost at random moments: whole jobs, or one long job.
 
     python tools/make_toy_task.py --out TASK
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_elastic.py launch/recipes/toy_arithmetic.yaml \\
