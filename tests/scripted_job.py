@@ -130,7 +130,7 @@ class StepScorer:
 
     is_concurrent = takes_groups = False
 
-    def finish(self, rollouts: Sequence[Rollout], steps: Sequence[int]) -> list[Rollout]:
+    def finish(self, rollouts: Sequence[Rollout], steps: Sequence[int], count: Callable[[], None]) -> list[Rollout]:
         return [
             replace(
                 one,

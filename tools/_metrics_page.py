@@ -94,11 +94,7 @@ _LEFT_OUT = (
     ),
     ("prime-rl: optim/zero_grad_ratio", "a pass over all gradients, for a number that follows from the experts in use"),
     ("prime-rl: time/wait_for_batch", "schedule/engine_busy and agents/wait_share say which side waits"),
-    (
-        "queue and cache use of an engine",
-        "its requests are known at their start: rollout.max_num_seqs bounds those that "
-        "run; an engine in the process counts rollout/prefix_cache_hits, and no use of its cache",
-    ),
+    ("queue and cache use of a server", "its own /metrics have them"),
 )
 
 

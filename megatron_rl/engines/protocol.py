@@ -187,7 +187,11 @@ class AnyEngine(Protocol):
 
 @runtime_checkable
 class RolloutEngine(AnyEngine, Protocol):
-    """One rank's share of an engine that generates in steps; all ranks make equal calls in equal order."""
+    """One rank's share of an engine that generates in steps; all ranks make equal calls in equal order.
+
+    Optional: `load: dict[str, float]`, with the largest `cache` (used share of the KV cache) and `waiting` (requests)
+    since its values were set to 0.
+    """
 
     def add(self, requests: Sequence[Request]) -> None:
         """Add requests, which start at the next step."""

@@ -112,6 +112,7 @@ class ThinkingBudget:
     def __init__(self, engine: RolloutEngine, thoughts: Thoughts) -> None:
         self._engine, self._thoughts = engine, thoughts
         self.has_requests, self.close = engine.has_requests, engine.close
+        self.load = getattr(engine, "load", None)
         self._thinking: dict[int, Request] = {}  # original requests whose first part runs
         self._begun: dict[int, Sampled] = {}  # first parts of responses whose second part runs
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import nsmallest
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -185,9 +186,10 @@ class TensorBoard(Sink):
         self._samples_every = samples_every
 
     def log(self, step: int, record: NumberRecord) -> None:
-        """Write the scalars."""
-        for key, value in record.items():
-            self._writer.add_scalar(key, value, step)
+        """Write the scalars as one event, which takes a tenth of the time of `add_scalar` for each."""
+        made: Any = import_module("tensorboard.compat.proto.summary_pb2")
+        values = [made.Summary.Value(tag=key, simple_value=value) for key, value in record.items()]
+        self._writer.file_writer.add_summary(made.Summary(value=values), step)
         self._writer.flush()
 
     def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
@@ -445,6 +447,8 @@ ROWS: tuple[Metric, ...] = (
     Metric("engines/members", "engines outside the job that serve (schedule.elastic)", "engines"),
     Metric("engines/lost", "engines lost since the job started", "engines"),
     Metric("engines/seconds_to_rejoin", "from the last loss that was made good until its replacement served", "s"),
+    Metric("rollout/cache_max", "largest use of the KV cache, mean over engines (vllm)", "share"),
+    Metric("rollout/waiting_max", "most requests that wait in an engine, mean over engines (vllm)", "requests"),
     Metric("sampling/rounds", "generation rounds of algorithm.dynamic_sampling", "rounds"),
     Metric("sampling/generated_groups", "groups of all rounds", "groups"),
     Metric("sampling/informative_groups", "generated groups with different rewards", "groups"),

@@ -161,9 +161,12 @@ LOGGER_NAME = "megatron_rl"
 class _ConsoleHandler(logging.Handler):
     """Handler that prints to the current `sys.stdout`, which progress bars may replace later."""
 
+    last = ""  # the line that was printed last
+
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), flush=True)
+            self.last = self.format(record)
+            print(self.last, flush=True)
         except Exception:
             self.handleError(record)
 
@@ -204,6 +207,11 @@ def open_rank_log(run_dir: Path, rank: int) -> logging.Logger:
     return logger
 
 
+def last_line(logger: logging.Logger) -> str:
+    """Return the line that a logger of `open_rank_log` printed last, "" without one."""
+    return next((handler.last for handler in logger.handlers if isinstance(handler, _ConsoleHandler)), "")
+
+
 def close_rank_log(logger: logging.Logger) -> None:
     """Close the files of `open_rank_log` and restore the logger."""
     for handler in list(logger.handlers):
@@ -241,6 +249,7 @@ class PhaseTimers:
         self.memory = 0  # last result of the probe, in bytes
         self.phases: list[str] = []  # current ones, the outermost first
         self.began: list[float] = []  # their starts, in seconds of the clock
+        self.part: tuple[int, int] | None = None  # what is done of the innermost phase, and all of it, on this rank
         self.spans: Spans | None = None
 
     def attach(
@@ -276,6 +285,7 @@ class PhaseTimers:
                 vars(error)["left_phase"] = name  # for the report of the failure
             raise
         finally:
+            self.part = None
             self.phases.pop()
             self.began.pop()
             self._swallowing -= swallow
@@ -294,6 +304,15 @@ class PhaseTimers:
         if not going:
             return self.idle, 0.0
         return ", ".join(name for name, _ in going), self._clock() - going[-1][1]
+
+    def expect(self, whole: int) -> None:
+        """Set the number of equal parts of the current phase on this rank, each of which calls `advance` at its end."""
+        self.part = 0, whole
+
+    def advance(self) -> None:
+        """Count a part of the current phase as done."""
+        if self.part is not None:
+            self.part = self.part[0] + 1, self.part[1]
 
     def watch(self, role: Any, **phases: str) -> Any:
         """Return a proxy of `role` that counts methods as phases: `watch(actor, update="update")`."""

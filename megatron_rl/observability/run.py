@@ -60,6 +60,7 @@ from megatron_rl.observability.progress import (
     RolloutCount,
     RolloutProgress,
     close_rank_log,
+    last_line,
     open_rank_log,
 )
 from megatron_rl.types import UserError
@@ -284,6 +285,8 @@ class Run:
             "total_steps": pace.total,
             "phase": phase,
             "phase_seconds": seconds,
+            "part": self.timers.part,
+            "line": last_line(self.log),
             "elapsed_seconds": pace.elapsed,
             "remaining_seconds": pace.remaining,
             "rollout": rollout and asdict(rollout),

@@ -138,14 +138,13 @@ class StatusPage(Sink):
         for record in records:
             self._add(step_of(record), record)
 
-    def place(self, roles: Mapping[str, Any], placement: Any, plan: Any, has_front: bool = False) -> None:
+    def place(self, roles: Mapping[str, Any], engines: Sequence[Sequence[int]], updates: int) -> None:
         """Set the map of ranks, and the optimizer steps of a step.
 
         Args:
             roles: `RoleInputs` by name.
-            placement: `PlacementConfig` of the run.
-            plan: `BatchPlan` of the run.
-            has_front: the engines are outside the job, and a rank has their front.
+            engines: ranks of each rollout engine.
+            updates: optimizer steps of a step.
         """
         found: dict[int, dict[str, str]] = {}
         for role in roles.values():
@@ -155,17 +154,11 @@ class StatusPage(Sink):
                 at = layout.coordinates(rank)
                 where = [f"{axis}{getattr(at, axis)}" for axis, size in sizes.items() if size > 1]
                 found.setdefault(rank, {})[role.spec.title] = " ".join(where)
-        actor = next(iter(roles.values())).layout
-        width, ranks = plan.engine_ranks, placement.ranks_of("rollout", plan.world_size)
-        engines: Sequence[Sequence[int]] = [ranks[first : first + width] for first in range(0, len(ranks), width)]
-        if plan.engine_is_actor:
-            engines = actor.model_copies().of
         for number, members in enumerate(engines):
             for place, rank in enumerate(members):
-                title = "front of the engines" if has_front else f"engine {number}"
-                found.setdefault(rank, {})[title] = f"tp{place}" if width > 1 else ""
+                found.setdefault(rank, {})[f"engine {number}"] = f"tp{place}" if len(members) > 1 else ""
         self._places = [{"rank": rank, "roles": found[rank]} for rank in sorted(found)]
-        self._updates = plan.optimizer_steps_per_step
+        self._updates = updates
 
     def log(self, step: int, record: Record) -> None:
         """Append the metrics of a step to the curves, and write the file."""

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.observability.metrics import Record
 from megatron_rl.weights.families import ModelShape
 
@@ -30,33 +31,37 @@ class Throughput:
     """Speed of the phases of a step, as metrics.
 
     Args:
+        sequences: prompts with a response of a step.
+        epochs: passes of the update over them.
+        ranks: number of ranks at work by phase: "update", "step" and, if there is one, "rollout".
         peak: operations per second of a GPU; `None` leaves out `mfu/...`.
     """
 
-    def __init__(self, plan: BatchPlan, shape: ModelShape, peak: float | None) -> None:
-        self._plan, self._shape, self._peak = plan, shape, peak
+    def __init__(
+        self, shape: ModelShape, peak: float | None, *, sequences: int, epochs: int, ranks: Mapping[str, int]
+    ) -> None:
+        self._shape, self._peak, self._sequences, self._epochs, self._ranks = shape, peak, sequences, epochs, ranks
 
     def __call__(self, record: Record) -> dict[str, float]:
-        """Compute `throughput/<phase>` and `mfu/<phase>` of update, rollout and step.
+        """Compute `throughput/<phase>` and `mfu/<phase>` of each phase in `ranks`.
 
         Operations are counted over whole sequences, without sharing of prompts, recomputation or padding.
 
         Args:
             record: metrics and seconds of the step.
         """
-        plan = self._plan
         sampled, prompts = record.get("tokens/response") or 0.0, record.get("tokens/prompt") or 0.0
-        tokens, ranks = sampled + prompts, plan.num_engines * plan.engine_ranks
-        length = tokens / plan.rollouts_per_step
-        passes = 3.0 * plan.ppo_epochs
-        forwards = sum(f"time/{phase}" in record for phase in _FORWARDS)
-        amounts = {  # phase -> tokens, forward passes of all tokens, ranks
-            "update": (tokens * plan.ppo_epochs, passes, plan.actor_ranks),
-            "rollout": (sampled, 1.0, ranks),
-            "step": (tokens, passes + 1.0 + forwards, plan.world_size),
+        tokens, passes = sampled + prompts, 3.0 * self._epochs
+        forwards = sum(f"time/{phase}" in record for phase in _FORWARDS) + ("rollout" in self._ranks)
+        amounts = {  # phase -> tokens, forward passes of all tokens
+            "update": (tokens * self._epochs, passes),
+            "rollout": (sampled, 1.0),
+            "step": (tokens, passes + forwards),
         }
-        operations, found = count_operations(self._shape, length) * tokens, dict[str, float]()
-        for phase, (count, weight, size) in amounts.items():
+        operations = count_operations(self._shape, tokens / self._sequences) * tokens
+        found = dict[str, float]()
+        for phase, size in self._ranks.items():
+            count, weight = amounts[phase]
             if seconds := record.get(f"time/{phase}"):
                 found[f"throughput/{phase}"] = count / seconds / size
                 if self._peak is not None:

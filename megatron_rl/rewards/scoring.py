@@ -378,13 +378,19 @@ class Scorer:
         waits = [partial(begin, decoded, step) if spec.takes_group else begin(decoded, step) for spec, begin in sources]
         self._begun[id(rollout)] = rollout, decoded, waits, step  # an id is unique only while its object exists
 
-    def finish(self, rollouts: Sequence[Rollout], step: int | Sequence[int] = 0) -> list[Rollout]:
+    def finish(
+        self,
+        rollouts: Sequence[Rollout],
+        step: int | Sequence[int] = 0,
+        count: Callable[[], None] = lambda: None,
+    ) -> list[Rollout]:
         """Return this rank's rollouts with response and reward, without the reward model's part.
 
         The component `RESTATES` is 1.0 if an answer that restates the prompt got a positive reward.
 
         Args:
             step: one for all or one per rollout; for rollouts that `begin` has not received.
+            count: called after each rollout.
 
         Raises:
             UserError: a source failed on a rollout or a sum is not finite; the first in order.
@@ -405,4 +411,5 @@ class Scorer:
                 if are_texts and restates_prompt(decoded.response, prompt.text, truths, prompt.data_source):
                     components[RESTATES] = 1.0
                 scored.append(replace(decoded, reward=reward, reward_components=components, failure=failure))
+                count()
         return scored

@@ -64,12 +64,14 @@ class MixedScorer:
         """Begin to score a rollout by the reward of its source."""
         self._of[rollout.prompt.source].begin(rollout, step)
 
-    def finish(self, rollouts: Sequence[Rollout], step: int | Sequence[int] = 0) -> list[Rollout]:
-        """Return this rank's rollouts with response and reward (UserError: see `Scorer.finish`)."""
+    def finish(
+        self, rollouts: Sequence[Rollout], step: int | Sequence[int] = 0, count: Callable[[], None] = lambda: None
+    ) -> list[Rollout]:
+        """Return this rank's rollouts with response and reward; see `Scorer.finish`."""
         steps, found = np.broadcast_to(step, len(rollouts)).tolist(), dict[int, Rollout]()
         for scorer in self._opened:
             mine = [i for i, rollout in enumerate(rollouts) if self._of[rollout.prompt.source] is scorer]
-            scored = scorer.finish([rollouts[i] for i in mine], [steps[i] for i in mine])
+            scored = scorer.finish([rollouts[i] for i in mine], [steps[i] for i in mine], count)
             found |= zip(mine, scored, strict=True)
         return [found[i] for i in range(len(rollouts))]
 

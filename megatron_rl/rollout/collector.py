@@ -493,7 +493,9 @@ class Collector:
             mine = held[place :: self.generator.engines.width]
         scored, error = [], None
         try:
-            scored = scorer.finish([rollout for _, rollout in mine], [steps[index] for index, _ in mine])
+            rollouts = [rollout for _, rollout in mine]
+            self._timers.expect(len(rollouts))
+            scored = scorer.finish(rollouts, [steps[index] for index, _ in mine], self._timers.advance)
         except Exception as caught:  # raised together, before other ranks wait for this one
             error = caught
         raise_together(error, self._group)

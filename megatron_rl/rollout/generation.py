@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast
 
@@ -32,7 +32,7 @@ class OpenRequests:
     def __init__(self) -> None:
         self.running: dict[int, Request] = {}
         self.num_requests = self.num_responses = 0
-        self._sums = {"asked": 0.0, "cached": 0.0}
+        self._sums = {"asked": 0.0, "cached": 0.0, "loads": 0.0, "cache": 0.0, "waiting": 0.0}
 
     def add(self, requests: Sequence[Request]) -> None:
         """Record requests submitted to the engine."""
@@ -48,11 +48,24 @@ class OpenRequests:
             self._sums["cached"] += sampled.num_cached
         return request
 
-    def describe(self, counts: bool, group: dist.ProcessGroup) -> dict[str, float]:
-        """Return rollout/prefix_cache_hits: cached share of prompt tokens, on ranks with `counts`; collective."""
-        mine = self._sums if counts else dict.fromkeys(self._sums, 0.0)
-        sums = reduce_scalars(mine, dist.ReduceOp.SUM, group, torch.device("cpu"))
-        return {"rollout/prefix_cache_hits": sums["cached"] / sums["asked"]} if sums["asked"] else {}
+    def describe(
+        self, counts: bool, group: dist.ProcessGroup, load: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Return `rollout/prefix_cache_hits`, and means of the engines' largest loads; collective.
+
+        Args:
+            counts: whether this rank speaks for its engine.
+            load: `RolloutEngine.load` of an engine that has it.
+        """
+        mine = dict(self._sums) if counts else dict.fromkeys(self._sums, 0.0)
+        if counts and load is not None:
+            mine |= {"loads": 1.0, **load}
+        sums, found = reduce_scalars(mine, dist.ReduceOp.SUM, group, torch.device("cpu")), dict[str, float]()
+        if sums["asked"]:
+            found["rollout/prefix_cache_hits"] = sums["cached"] / sums["asked"]
+        if sums["loads"]:
+            found |= {f"rollout/{name}_max": sums[name] / sums["loads"] for name in ("cache", "waiting")}
+        return found
 
 
 # Callback with each finished, undecoded rollout and its training step, provided that no group is dropped.
@@ -143,6 +156,9 @@ class RolloutGenerator:
             UserError: the engine's responses do not match its requests; on every rank.
         """
         samples, requests, error = episodes.samples, OpenRequests(), None
+        load: dict[str, float] | None = getattr(self._engine.requests, "load", None)
+        if load is not None:
+            load.update(dict.fromkeys(load, 0.0))
         spans = self._progress.spans if self.is_first else None
 
         def end(key: int) -> None:
@@ -184,7 +200,7 @@ class RolloutGenerator:
                 error = miscounted(requests.num_responses, requests.num_requests, self._name)
             raise_together(error, self._group)
         episodes.stop()
-        self.metrics = requests.describe(self.is_first, self._group)
+        self.metrics = requests.describe(self.is_first, self._group, load)
         if self._config.schedule.elastic:
             front = cast("Front", self._engine.weights) if self.is_first else None
             self.metrics |= share_object(front and front.describe(), self._group, self.engines.of[0][0])

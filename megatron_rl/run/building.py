@@ -24,6 +24,7 @@ from megatron_rl.engines.protocol import EngineSpec, EngineWeights
 from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import Process, align_group_names, gather_objects, share_object, world
 from megatron_rl.parallel.groups import ParallelGroups, join_groups
+from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rewards.plan import open_scorer
 from megatron_rl.rollout.collector import Collector, RewardSources, RolloutStream, open_stream
 from megatron_rl.rollout.generation import RolloutGenerator
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from megatron_rl.agents.in_rank import AnyEpisodes
     from megatron_rl.data.prompts import PromptSet
     from megatron_rl.engines.endings import StopStrings, Thoughts
+    from megatron_rl.observability.run import Run
     from megatron_rl.parallel.layout import ParallelLayout
     from megatron_rl.rewards.scoring import SourceSpec
     from megatron_rl.samples.experience import Experience
@@ -85,6 +87,45 @@ def check_agreement(chosen: list[str]) -> None:
             expected="equal memory and local directories on all nodes, one commit of each name, and the same objects",
             hint="set the layout (tools/plan.py lists those that fit), write ID@COMMIT, sort rows, or seed a new model",
         )
+
+
+def list_engines(config: RunConfig, inputs: RlInputs) -> EngineRanks:
+    """Return the ranks of each rollout engine of an RL run."""
+    plan = inputs.plan
+    if plan.engine_is_actor:
+        return inputs.roles["actor"].layout.model_copies()
+    return EngineRanks.consecutive(config.placement.ranks_of("rollout", plan.world_size), plan.engine_ranks)
+
+
+def place_roles(
+    run: Run,
+    roles: Mapping[str, RoleInputs],
+    engines: EngineRanks | None,
+    process: Process,
+    sequences: int,
+    updates: int = 1,
+    epochs: int = 1,
+) -> None:
+    """Show which rank does what on the status page, and add the speed of each step to its record.
+
+    Args:
+        roles: by name, the updated one first.
+        sequences: prompts with a response of a step.
+        updates: optimizer steps of a step.
+        epochs: passes of the update over the sequences.
+    """
+    if process.rank:
+        return
+    from megatron_rl.planning.throughput import Throughput, find_peak
+
+    role = next(iter(roles.values()))
+    ranks = {"update": len(role.layout.ranks), "step": process.world_size}
+    if engines is not None:
+        ranks["rollout"] = engines.num_ranks
+    peak = find_peak(process.device)
+    run.follow_speed(Throughput(role.shape, peak, sequences=sequences, epochs=epochs, ranks=ranks))
+    if run.page is not None:
+        run.page.place(roles, engines.of if engines is not None else (), updates)
 
 
 def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts, starting: Starting = nullcontext) -> dict[str, Any]:

@@ -24,7 +24,15 @@ from megatron_rl.observability.metrics import TokenTexts
 from megatron_rl.observability.progress import StepProfiler
 from megatron_rl.parallel.collectives import Process, gather_objects, init_distributed, memory_in_use, open_store, world
 from megatron_rl.planning.role_layouts import find_gpu_memory
-from megatron_rl.run.building import RunSinks, check_agreement, group_timeout, launched_sizes, order_kernels
+from megatron_rl.run.building import (
+    RunSinks,
+    check_agreement,
+    group_timeout,
+    launched_sizes,
+    list_engines,
+    order_kernels,
+    place_roles,
+)
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs, localize, read_rl_inputs
@@ -257,14 +265,16 @@ class Trainer:
             partial(memory_in_use, self.process.device), self.profiler.phase if self.profiler.is_used else None
         )
         progress = self.run.follow_rollouts(open_store("rollouts", world()))
-        if self.process.rank == 0:
-            from megatron_rl.planning.throughput import Throughput, find_peak
-
-            shape, peak = inputs.roles["actor"].shape, find_peak(self.process.device)
-            self.run.follow_speed(Throughput(self.plan, shape, peak))
         sinks = RunSinks(timers, progress, self.run.dir / "schedule", self.run.starting)
-        if self.run.page is not None:
-            self.run.page.place(inputs.roles, config.placement, inputs.plan, config.schedule.elastic)
+        place_roles(
+            self.run,
+            inputs.roles,
+            list_engines(config, inputs),
+            self.process,
+            self.plan.rollouts_per_step,
+            self.plan.optimizer_steps_per_step,
+            self.plan.ppo_epochs,
+        )
         self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
         self.teachers = made.teachers

@@ -20,6 +20,7 @@ from megatron_rl.run.building import (
     launched_sizes,
     order_kernels,
     order_prompts,
+    place_roles,
 )
 from megatron_rl.run.checkpoints import Checkpoints, TrainingState, actor_export, side_files
 from megatron_rl.run.guard import wait_for_debugger
@@ -51,6 +52,7 @@ class SftTrainer:
     def _build(self, opened: OpenedRun, inputs: SftInputs) -> None:
         config = self.config
         self.groups = build_groups(inputs.actor.layout, group_timeout(config))
+        place_roles(self.run, {"actor": inputs.actor}, None, self.process, self.plan.rollouts_per_minibatch)
         actor = build_role(config, inputs.actor, self.groups, self.total_steps, self.find_class(inputs))
         self.packer = self.make_packer(actor)
         watched = self.run.timers.watch(actor, forward_backward="update", optim_step="update")

@@ -175,7 +175,9 @@ def test_each_source_has_its_reward_and_its_metrics(recipe: Path) -> None:
     scorer = MixedScorer(plans, lambda tokens: "".join(map(chr, tokens)))
     sources, texts = ["calls", "sums", "calls", "asked"], ["2", "#### 7", "#### 7", "2"]
     rollouts = [make_rollout(*pair) for pair in zip(sources, texts, strict=True)]
-    scored = scorer.finish(rollouts)
+    done = list[None]()
+    scored = scorer.finish(rollouts, count=lambda: done.append(None))
+    assert len(done) == 4
     assert [(one.response, one.reward) for one in scored] == [("2", 1.0), ("#### 7", 1.0), ("#### 7", 0.0), ("2", 0.0)]
     headers = build_headers(enumerate(scored), holder=0)
     found = describe_mixture(headers, [one.prompt for one in scored], plans, 1)

@@ -42,6 +42,8 @@ NOT_RECORDED = (
     "reward/max",
     "policy/clip_fraction_",
     "rollout/prefix_cache_hits",
+    "rollout/cache_max",
+    "rollout/waiting_max",
     "samples/bytes_per_rank",
     "loss/",
     "estimator/",

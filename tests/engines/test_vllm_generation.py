@@ -105,6 +105,8 @@ def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
     engine, prompts = build(model, 4200), make_prompts([500] * 9 + [4200])
     llm = engine._llm.llm_engine
     result: dict[str, Any] = {"batch": to_lists(generate(engine, requests_for(prompts))), "errors": []}
+    blocks = llm.vllm_config.cache_config.num_gpu_blocks - 1  # the first is never used
+    result["load"] = {"blocks": engine.load["cache"] * blocks, "waiting": engine.load["waiting"]}
     engine.end_weight_update()
     result["single"] = [to_lists(generate(engine, requests_for([p], seed)))[0] for seed, p in enumerate(prompts)]
 
@@ -164,6 +166,12 @@ def test_more_prompt_tokens_than_one_step_takes(worked: dict[str, Any]) -> None:
     """9 x 500 tokens wait at once, and one prompt alone is longer than vLLM's default of 4096: the same responses."""
     for batch, single in zip(worked["batch"], worked["single"], strict=True):
         assert_same_response(batch, single)
+
+
+def test_loads_are_the_largest_of_a_batch(worked: dict[str, Any]) -> None:
+    """9 x 500 and 4,200 tokens, with at most 6 more each: two requests wait for the first forward of the others."""
+    full = (9 * 500 + 4200) / CPU_BLOCK_SIZE
+    assert worked["load"]["waiting"] == 2 and full < worked["load"]["blocks"] < full + 2 * 10
 
 
 def assert_same_response(found: tuple[list[int], list[float]], expected: tuple[list[int], list[float]]) -> None:

@@ -24,7 +24,6 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from megatron_rl.config.schema import ObservabilityConfig
-from megatron_rl.config.sections import PlacementConfig
 from megatron_rl.observability.failures import Position
 from megatron_rl.observability.progress import LOGGER_NAME, RolloutCount, close_rank_log, show_error
 from megatron_rl.observability.run import CHECKS, Run
@@ -554,6 +553,12 @@ def test_a_loading_run_has_a_page(tmp_path: Path) -> None:
     run.timers.begin_step(0, "loading weights")
     status = json.loads(ask(run.page.url, "status.json")[2])
     assert (status["phase"], status["step"], status["ranks"]) == ("loading weights", 0, [])
+    run.log.info("captured %d graphs", 3)
+    with run.timers.phase("reward"):
+        run.timers.expect(8)
+        run.timers.advance()
+        status = json.loads(ask(run.page.url, "status.json")[2])
+    assert (status["line"], status["part"]) == ("captured 3 graphs", [1, 8])
     run.start(None, tuple)
     run.finish()
     assert '"state": {"name": "finished"' in (tmp_path / "run/status.html").read_text()
@@ -563,8 +568,7 @@ def test_a_loading_run_has_a_page(tmp_path: Path) -> None:
 def test_the_map_of_ranks() -> None:
     page = StatusPage("run", "127.0.0.1", 0, now=dict)
     role = SimpleNamespace(layout=ParallelLayout(4, tp_size=2, cp_size=2), spec=SimpleNamespace(title="actor"))
-    plan = SimpleNamespace(engine_ranks=2, engine_is_actor=False, optimizer_steps_per_step=3, world_size=6)
-    page.place({"actor": role}, PlacementConfig(rollout="2-5"), plan)
+    page.place({"actor": role}, [(2, 3), (4, 5)], 3)
     assert [place["roles"] for place in page.status()["places"]] == [
         {"actor": "tp0 cp0"},
         {"actor": "tp1 cp0"},
@@ -573,7 +577,7 @@ def test_the_map_of_ranks() -> None:
         {"engine 1": "tp0"},
         {"engine 1": "tp1"},
     ]
-    page.place({"actor": role}, PlacementConfig(), SimpleNamespace(**vars(plan) | {"engine_is_actor": True}))
+    page.place({"actor": role}, role.layout.model_copies().of, 3)
     assert page.status()["places"][3]["roles"] == {"actor": "tp1 cp1", "engine 1": "tp1"}
     page.close()
 

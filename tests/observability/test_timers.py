@@ -40,6 +40,17 @@ def test_outer_phase_includes_the_inner_one() -> None:
     assert timers.pop() == {"time/update": 2.0, "time/step": 3.0}
 
 
+def test_parts_of_a_phase_are_counted_until_it_ends() -> None:
+    timers = PhaseTimers(Clock())
+    timers.advance()
+    with timers.phase("reward"):
+        timers.expect(3)
+        timers.advance()
+        timers.advance()
+        assert timers.part == (2, 3)
+    assert timers.part is None
+
+
 def test_a_phase_that_raises_is_counted() -> None:
     clock = Clock()
     timers = PhaseTimers(clock)

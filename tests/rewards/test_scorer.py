@@ -54,7 +54,9 @@ def test_weighted_sum_does_not_depend_on_when_it_began(tmp_path, workers, num_be
         assert scorer.is_concurrent == (workers > 0)
         for rollout in reversed(rollouts[:num_begun]):  # responses finish in any order
             scorer.begin(rollout)
-        rollouts = scorer.finish(rollouts)
+        done = list[None]()
+        rollouts = scorer.finish(rollouts, count=lambda: done.append(None))
+    assert len(done) == 5
     assert [r.response for r in rollouts] == ["82", "#### 82", "83", "", "0082"]
     assert [r.reward for r in rollouts] == pytest.approx([1 - 0.2, 1 + 0.5 - 0.7 - 0.25, -0.2, 0.0, 1 - 0.4])
     assert rollouts[1].reward_components == {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The share of prefix cache hits; tests/engines/test_served.py tests the counts of engines."""
+"""The share of prefix cache hits, and the largest loads; tests/engines/test_served.py tests the counts of engines."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ def work(rank: int, world_size: int, counts: list[list[int | None]]) -> dict[str
     use.add([Request(key, np.zeros(10, np.int32), 0, sampling) for key in range(len(counts[rank]))])
     for key, count in enumerate(counts[rank]):
         use.finish(Sampled(key, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", num_cached=count))
-    return use.describe(rank != 1, world())
+    load = None if counts[rank] == [None] else {"cache": 0.2 * (rank + 1), "waiting": 2.0 * rank}
+    return use.describe(rank != 1, world(), load)
 
 
 @pytest.mark.parametrize(
     ("counts", "expected"),
     [
-        ([[8, 0, None], [10], [4]], {"rollout/prefix_cache_hits": 0.4}),  # 12 of 30
+        (  # 12 of 30; 0.2 and 0.6, 0 and 4
+            [[8, 0, None], [10], [4]],
+            {"rollout/prefix_cache_hits": 0.4, "rollout/cache_max": 0.4, "rollout/waiting_max": 2.0},
+        ),
         ([[None], [10], [None]], {}),  # engines without a cache, or without its counts
     ],
 )

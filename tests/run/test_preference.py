@@ -166,7 +166,9 @@ def test_the_status_page_shows_validation_pairs(task: Path, tmp_path: Path) -> N
     _learn(task, tmp_path, 1, "observability.status_port=0", "observability.tensorboard=false")
     page = (tmp_path / "run/status.html").read_text()
     (data,) = re.findall(r'<script type="application/json" id="frozen">(.*?)</script>', page)
-    samples = json.loads(data)["samples"]
+    status = json.loads(data)
+    samples = status["samples"]
+    assert status["places"] == [{"rank": 0, "roles": {"actor": ""}}]
     rows = [json.loads(x) for x in (tmp_path / "run/validation/rows/rollouts/step_3.jsonl").read_text().splitlines()]
     assert samples["step"] == 3
     assert [(row["label"], row["prompt"], row["response"], float(row["reward"])) for row in samples["rows"]] == [

@@ -62,8 +62,11 @@ def test_what_the_loss_loses_is_found(lose: str, task: Path, tmp_path: Path) -> 
     ]
     (found,) = run_ranks(_train, 1, overrides, lose, timeout=100)
     if lose == "nothing":
-        (record,) = read_records(tmp_path / "run")
+        (record,) = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
         assert found is None and record["packing/efficiency"] == 1.0
+        tokens = record["tokens/prompt"] + record["tokens/response"]
+        for phase in ("update", "step"):
+            assert record[f"throughput/{phase}"] == pytest.approx(tokens / record[f"time/{phase}"])
     else:
         assert "the minibatch has" in found and "tokens in the loss in 6 sequences" in found
 

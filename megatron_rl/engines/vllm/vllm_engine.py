@@ -85,7 +85,7 @@ class VllmEngine:
         self._requests: dict[str, Request] = {}  # by vLLM's name
         scheduler: Any = engine.engine_core.engine_core.scheduler
         self._responses = ResponseRecorder(scheduler, skip_block_searches(scheduler.kv_cache_manager))
-        engine.output_processor = self._responses
+        engine.output_processor, self.load = self._responses, self._responses.load
         self._stop = spec.stop
         self._can_sleep = spec.process.device.type == "cuda"
         worker = engine.model_executor.driver_worker.worker
@@ -299,10 +299,13 @@ class ResponseRecorder:
         self._likeliest: dict[str, Any] = {}  # likewise, if a running request wants them
         self._requests, self._longest, self._block_size = scheduler.requests, scheduler.max_model_len, block_size
         self._is_async = bool(scheduler.scheduler_config.async_scheduling)
+        self._scheduler, self.load = scheduler, {"cache": 0.0, "waiting": 0.0}
         self._update, scheduler.update_from_output = scheduler.update_from_output, self._take_tokens
 
     def _take_tokens(self, scheduled: Any, output: Any) -> Any:
         others, self._scored, self._likeliest = scheduled.num_scheduled_tokens, {}, {}
+        used, waiting = self._scheduler.kv_cache_manager.usage, self._scheduler.get_request_counts()[1]
+        self.load["cache"], self.load["waiting"] = max(self.load["cache"], used), max(self.load["waiting"], waiting)
         if output.logprobs is not None:
             ids, values = output.logprobs.logprob_token_ids, output.logprobs.logprobs
             scored = list(zip(ids[:, 0].tolist(), values[:, 0].tolist(), strict=True))

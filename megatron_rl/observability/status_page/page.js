@@ -116,6 +116,7 @@ function describeNow(status) { // text, and a part of a whole if it is known
   const {rollout} = status;
   if (rollout) return [`${does}: ${rollout.finished} of ${rollout.total} responses, ` +
     `${Math.round(rollout.tokens_per_second).toLocaleString("en")} tokens/s`, rollout.finished, rollout.total];
+  if (status.part) return [`${does}: ${status.part[0]} of ${status.part[1]} on rank 0`, ...status.part];
   const time = status.phase_seconds ? `, ${duration(status.phase_seconds)}` : "";
   if (inner === "update" && status.all_updates) {
     return [`${does}: ${status.updates} of ${status.all_updates} optimizer steps${time}`, status.updates, status.all_updates];
@@ -140,7 +141,7 @@ function showNow(status) {
   if (whole) Object.assign(byId("part"), {max: whole, value: part});
   else byId("part").removeAttribute("value"); // a bar without a length
   const facts = {elapsed: duration(status.elapsed_seconds)};
-  if (isRunning) facts.remaining = duration(status.remaining_seconds);
+  if (isRunning) Object.assign(facts, {remaining: duration(status.remaining_seconds), "last line": status.line});
   facts.directory = status.directory;
   byId("facts").replaceChildren(...Object.entries(facts).map(
     ([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
