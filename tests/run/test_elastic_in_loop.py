@@ -33,8 +33,11 @@ from megatron_rl.run.loading import load_config
 from namespaces import Host, can_make_hosts, two_hosts
 from rl_runs import import_engine, overrides_for, read_records, train
 
-# An engine in the job shares its weights with the actor, where this is possible.
-TRAFFIC = ("metrics: reshard/bytes_", "metrics: samples/bytes_per_rank.")
+# An engine in the job shares its weights with the actor, where this is possible, and reports its load.
+TRAFFIC = (
+    *("metrics: reshard/bytes_", "metrics: samples/bytes_per_rank."),
+    *("metrics: rollout/cache_max", "metrics: rollout/waiting_max"),
+)
 
 
 def run(task: Path, run_dir: Path, *extra: str, prepare: Any = lambda: None, world_size: int = 1) -> None:
