@@ -69,7 +69,9 @@ def start_engine(run_dir: Path, prepare: Callable[[], None] = lambda: None) -> B
 def start_ranks(run_dir: Path, size: int, prepare: Callable[[], None], port: int) -> list[BaseProcess]:
     """Start the ranks of an engine, which meet on a free port."""
     context = get_context("fork")
-    ranks = [context.Process(target=_serve, args=(run_dir, prepare, rank, size, port)) for rank in range(size)]
+    ranks: list[BaseProcess] = [
+        context.Process(target=_serve, args=(run_dir, prepare, rank, size, port)) for rank in range(size)
+    ]
     for process in ranks:
         process.start()
     return ranks
