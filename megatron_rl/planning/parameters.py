@@ -130,7 +130,7 @@ def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: 
     for chunk in range(layout.vpp_size):
         is_first = pp_rank == 0 and chunk == 0
         is_last = pp_rank == layout.pp_size - 1 and chunk == layout.vpp_size - 1
-        numbers = stage_layers(model.num_layers, layout.pp_size, layout.vpp_size, pp_rank, chunk)
+        numbers = stage_layers(model.num_layers, layout, pp_rank, chunk)
         layers = [
             replace(p, name=f"decoder.layers.{local}.{p.name}")
             for local, number in enumerate(numbers)
@@ -400,7 +400,7 @@ def count_aliased_elements(
     shared, first, last = _count_aliased_blocks(
         replace(shape, num_layers=num_layers), small, place, rollout_tp, rollout_rank, adapters, coded
     )
-    own = (n for c in range(layout.vpp_size) for n in stage_layers(shape.num_layers, pp_size, layout.vpp_size, pp, c))
+    own = (n for c in range(layout.vpp_size) for n in stage_layers(shape.num_layers, layout, pp, c))
     return sum(shared[likes[n]] for n in own) + (first if pp == 0 else last if pp == pp_size - 1 else 0)
 
 

@@ -68,7 +68,7 @@ def make_prompts() -> list[Prompt]:
 
 
 def make_config(
-    path: Path, layout: dict[str, int], rollout_tp: int, engine: str, hybrid: dict[str, Any], lora: LoraConfig
+    path: Path, layout: dict[str, Any], rollout_tp: int, engine: str, hybrid: dict[str, Any], lora: LoraConfig
 ) -> RunConfig:
     tp = layout.get("tp_size", 1)
     return RunConfig(
@@ -81,6 +81,7 @@ def make_config(
             lora=lora,
             pipeline_model_parallel_size=layout.get("pp_size", 1),
             virtual_pipeline_model_parallel_size=layout.get("vpp_size"),
+            num_layers_in_last_pipeline_stage=layout.get("chunk_layers", (None,))[-1],
             context_parallel_size=layout.get("cp_size", 1),
             expert_model_parallel_size=layout.get("ep_size", 1),
             expert_tensor_parallel_size=layout.get("etp_size"),
@@ -226,6 +227,8 @@ CASES = [
     ("megatron", "qwen3_moe", 2, {"ep_size": 2}, 1),
     ("vllm", "deepseek_v3", 2, {"ep_size": 2}, 2),
     pytest.param(*("vllm", "qwen2", 4, {"shard_size": 2, "zero_stage": 3}, 2), marks=pytest.mark.slow),
+    pytest.param(*("vllm", "qwen3", 2, {"pp_size": 2, "chunk_layers": (3, 1)}, 2), marks=pytest.mark.slow),
+    pytest.param(*("megatron", "qwen2", 2, {"pp_size": 2, "chunk_layers": (1, 3)}, 1), marks=pytest.mark.slow),
 ]
 
 
