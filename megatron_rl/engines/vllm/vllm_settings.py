@@ -16,6 +16,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.model_config import read_json
 from megatron_rl.weights.rollout_layout import LARGEST_RANK
 
 if TYPE_CHECKING:  # a dry run imports no torch
@@ -96,8 +97,8 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         arguments["quantization"] = CODED_METHOD
     if spec.shape.latent is not None:  # transformers hard-codes these; vLLM defaults to DeepSeek-V2's
         arguments["hf_overrides"] = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_router_dtype="float32")
-    if FAMILIES[spec.shape.family].has_sinks:  # weights arrive decoded
-        arguments["hf_overrides"] = dict(quantization_config=None)
+    if _is_encoded(spec.model_path):  # weights arrive decoded
+        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | dict(quantization_config=None)
     if FAMILIES[spec.shape.family].image_text is not None:
         arguments["hf_overrides"] = partial(_take_text_part, spec.shape)
     if adapters := spec.adapters:
@@ -122,9 +123,15 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     return arguments | config.engine_options
 
 
+def _is_encoded(model_path: str) -> bool:
+    file = Path(model_path) / "config.json"
+    return file.is_file() and "quantization_config" in read_json(file, "take the file from the model again")
+
+
 def _take_text_part(shape: ModelShape, config: Any) -> Any:
     """Reduce an image-text config to its text part."""
     config = config.get_text_config()
+    config.quantization_config = None
     config.architectures = [FAMILIES[shape.family].architecture]
     config.tie_word_embeddings = shape.tied_embeddings
     return config
