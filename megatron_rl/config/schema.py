@@ -239,6 +239,9 @@ class RolloutConfig(SamplingSettings):
     model_runner: Literal["auto", "v1", "v2"] = option(
         "auto", "vLLM on a GPU; they draw other tokens. auto: v2, or v1 if truncation or router replay needs it."
     )
+    latent_cache: bool = option(
+        True, "vLLM in ranks: cache latents (MLA), of 512 + 64 channels and on GPUs in bfloat16; false: whole heads."
+    )
     quantization: Literal["none", "int8", "fp8"] = option(
         "none", "vLLM keeps the matrices of attention and MLPs in eight bits (docs/sampling.md)."
     )

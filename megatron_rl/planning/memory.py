@@ -33,6 +33,7 @@ from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.parameters import (
     RoleBytes,
     Upkeep,
+    caches_latents,
     compute_role_bytes,
     count_own_bytes,
     count_staged_bytes,
@@ -282,6 +283,8 @@ def _engine_phases(
     itemsize, tp, staged = DTYPE_BYTES[config.model.dtype], job.engine_tp, 0
     attending = shape.num_layers - len(shape.delta_layers)  # delta nets have a state of constant size
     per_token = 2 * attending * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
+    if shape.latent is not None and caches_latents(job):
+        per_token = attending * shape.latent.cached * itemsize
     if job.engine_is_actor:
         stage = job.layout.coordinates(rank).pp
         own, per_token = 0, per_token * count_stage_layers(shape.num_layers, job.layout, stage) // shape.num_layers

@@ -118,6 +118,16 @@ def count_equal_elements(path: Path, hybrid: HybridEngine) -> tuple[int, int]:
     return equal, placed
 
 
+def list_absorbed(engine: Any) -> list[bool]:
+    """Whether each product that vLLM keeps of latent attention is that of the matrix of now."""
+    equal = []
+    for module in engine._absorbing:
+        heads = module.kv_b_proj.weight.view(module.num_heads, -1, module.kv_lora_rank)
+        keys, values = heads.split([module.qk_nope_head_dim, module.v_head_dim], 1)
+        equal += [torch.equal(module.W_UK_T, keys), torch.equal(module.W_UV, values.transpose(1, 2))]
+    return equal
+
+
 def build(config: RunConfig, layout: ParallelLayout) -> tuple[Any, ParallelLayout, Any, Any, HybridEngine, Any]:
     """The process, its layout and groups, the actor, and its engine."""
     process, groups = init_distributed(2), build_groups(layout)
@@ -178,6 +188,7 @@ def work(
     rollouts_after = generate(GREEDY)
     result["after"] = [r.response_tokens.tolist() for r in rollouts_after]
     result["versions"] = {r.policy_version for r in rollouts_after}
+    result["absorbed"] = list_absorbed(hybrid.engine) if engine == "vllm" else []
     result["verified"] = hybrid.verified_tensors
     generator.close()
     ones = torch.ones(1)
@@ -263,6 +274,29 @@ def test_engine_speaks_for_the_actor(
         assert result["ranks_alive"] == world
     pairs = zip(results[0]["sampled"][::2], results[0]["sampled"][1::2], strict=True)
     assert any(a != b for a, b in pairs), "two samples of a prompt have different seeds"
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "rollout_tp"),
+    [
+        (1, {}, 1),
+        pytest.param(*(2, {"pp_size": 2, "chunk_layers": (1, 3)}, 2), marks=pytest.mark.slow),
+        pytest.param(*(4, {"tp_size": 2, "ep_size": 2}, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_with_a_latent_cache_speaks_for_the_actor(
+    tmp_path: Path, vllm_imported: None, world: int, layout: dict[str, Any], rollout_tp: int
+) -> None:
+    """Latents of the published size, which vLLM's kernel on a CPU takes: decoding reads products of the new weights."""
+    sizes = dict(kv_lora_rank=512, qk_rope_head_dim=64, head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
+    save_tiny_model(tmp_path / "model", "deepseek_v3", **engine_sizes("deepseek_v3") | sizes)
+    results = run_ranks(work, world, tmp_path / "model", layout, rollout_tp, "vllm", timeout=150)
+    before, after = reference_tokens(tmp_path / "model"), reference_tokens(tmp_path / "updated")
+    assert before != after, "the optimizer step must change what is generated, or this test shows nothing"
+    for result in results:
+        assert (result["before"], result["after"]) == (before, after)
+        assert result["absorbed"] == [True] * 2 * 4
+        assert result["gap"] < 1e-4 and result["deviation"] == 0.0
 
 
 @pytest.mark.parametrize(

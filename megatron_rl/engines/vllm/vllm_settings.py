@@ -27,6 +27,7 @@ CODED_METHOD = "megatron_rl"  # name of 8-bit matrices in vLLM's registry
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts; placement tables have no padding there
 CPU_BLOCK_SIZE = 32
+_CPU_LATENT_BLOCK_SIZE = 16
 _MODES_ON_CPU: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False, "model_runner": "v1"}
 _MAX_CPU_CACHE_BYTES = 1 << 30
 _CPU_STEP_TOKENS = 4096  # vLLM's default
@@ -67,9 +68,17 @@ def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
     runner = fit_to_device(spec.config, spec.process.device, spec.records_routes).model_runner
     return {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
-        # MLA caches products of weights, which a weight update would leave stale.
-        "VLLM_MLA_DISABLE": "1" if spec.shape.latent is not None else "0",
+        "VLLM_MLA_DISABLE": "1" if spec.shape.latent is not None and not caches_latents(spec) else "0",
     }
+
+
+def caches_latents(spec: EngineSpec) -> bool:
+    """Return whether vLLM caches latents."""
+    if spec.shape.latent is None:
+        return False
+    from megatron_rl.weights.special_parts import has_latent_cache
+
+    return has_latent_cache(spec.shape.latent, spec.config, spec.dtype, is_gpu=spec.process.device.type == "cuda")
 
 
 def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -113,11 +122,13 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
     else:
         arguments |= dict(
-            block_size=CPU_BLOCK_SIZE,
+            block_size=_CPU_LATENT_BLOCK_SIZE if caches_latents(spec) else CPU_BLOCK_SIZE,
             kv_cache_memory_bytes=cpu_cache_bytes(spec),
             enable_chunked_prefill=False,
             max_num_batched_tokens=max(_CPU_STEP_TOKENS, longest),
         )
+        if caches_latents(spec):
+            arguments["attention_backend"] = "CPU_MLA"  # AMX's takes bfloat16, and empties the weights
         if config.bitwise or spec.shape.latent is not None:  # the C++ kernel misreads strided views of heads
             arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     return arguments | config.engine_options
@@ -221,6 +232,8 @@ def cpu_cache_bytes(spec: EngineSpec) -> int:
     itemsize = 4 if spec.dtype == "float32" else 2
     kv_heads = max(1, shape.num_kv_heads // spec.config.tensor_model_parallel_size)
     per_token = 2 * shape.num_layers * kv_heads * shape.head_dim * itemsize
+    if shape.latent is not None and caches_latents(spec):
+        per_token = shape.num_layers * shape.latent.cached * itemsize
     length = spec.max_prompt_length + spec.max_response_length
     blocks = -(-length // CPU_BLOCK_SIZE) * CPU_BLOCK_SIZE
     wanted = per_token * blocks * (spec.config.max_num_seqs + 1)
