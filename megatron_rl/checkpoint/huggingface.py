@@ -2,8 +2,9 @@
 """Reading and writing of models in HF format, through placement tables: the boxes of HF tensors in each parameter.
 
 Only the text part of an image-text model has logical tensors. Experts may be packed into one tensor per layer; those in
-MXFP4 (4-bit numbers in blocks of 32 with one exponent; OCP microscaling formats, 1.0) are decoded to bfloat16. Reading
-every header detects truncated files; altered elements are not detected, since the format has no checksums.
+MXFP4 (4-bit numbers in blocks of 32 with one exponent; OCP microscaling formats, 1.0) and matrices in FP8
+(`weights/block_scales.py`) are decoded to bfloat16. Reading every header detects truncated files; altered elements are
+not detected, since the format has no checksums.
 
 Each rank reads only the boxes of its parameters. Writing gathers one file's worth of logical tensors on rank 0 and
 renames the finished directory into place.
@@ -161,7 +162,8 @@ class ModelFiles(Mapping[str, Path]):
     def __init__(self, directory: Path) -> None:
         stored, config = index_safetensors(directory), directory / "config.json"
         # Tensor names do not determine how experts are packed.
-        family = FAMILIES.get(str(read_config(config).get("model_type"))) if config.is_file() else None
+        described = read_config(config) if config.is_file() else {}
+        family = FAMILIES.get(str(described.get("model_type")))
         # Name in the files of every unpacked or packed tensor; `stored` is its file.
         self.names = {name: name for name in stored}
         if family is not None and family.image_text is not None:
@@ -171,7 +173,15 @@ class ModelFiles(Mapping[str, Path]):
                 if not name.startswith("model.visual.")
             }
         self.stored = {text: stored[name] for text, name in self.names.items()}
-        self._files = dict(self.stored)
+        self._files, self._source = dict(self.stored), str(directory)
+        self.scales: dict[str, str] = {}  # of every matrix in FP8, both as in the files
+        self.block: tuple[int, int] | None = None
+        if described.get("quantization_config"):
+            from megatron_rl.weights.block_scales import find_block, find_scales
+
+            self.block, self.scales = find_block(described), find_scales(self.stored)
+            for name in self.scales.values():
+                del self._files[name]
         self.parts: dict[str, PackedPart] = {}  # place in a packed tensor of every logical tensor that is packed
         packing = family.experts.packing if family is not None and family.experts is not None else None
         if packing is not None:
@@ -214,6 +224,11 @@ class ModelFiles(Mapping[str, Path]):
         """Return shape and safetensors dtype of every logical tensor."""
         headers = self._read_stored(self.stored)
         found = {name: header for name, header in headers.items() if name in self._files}
+        if self.scales or any(dtype.startswith("F8") for _, dtype in found.values()):
+            from megatron_rl.weights.block_scales import check_scales
+
+            check_scales(headers, self.scales, self.block, self._source)
+            found |= {name: (headers[name][0], "BF16") for name in self.scales}
         for name, part in self.parts.items():
             (_, *size), dtype = headers[part.packed]
             if part.in_halves:
@@ -250,7 +265,13 @@ class OpenFiles(ExitStack):
         """Return an indexable view of a tensor."""
         part = self._files.parts.get(name)
         if part is None:
-            return self._get(name)
+            if name not in self._files.scales:
+                return self._get(name)
+            from megatron_rl.weights.block_scales import BlockScaled
+
+            assert self._files.block is not None, "`read_headers` refuses scales without blocks"
+            codes, scales = self._get(name), self._get(self._files.scales[name])
+            return BlockScaled(tuple(codes.get_shape()), self._files.block, codes, scales)
         if self._last != (part.packed, part.expert):
             matrix = self._get(part.packed)[part.expert]
             if part.scales is not None:
@@ -420,10 +441,10 @@ def save_huggingface(
         experts = [name for tensor in here.values() for turns in tensor.experts for name in turns]
         names = [copies.get(name, name) for name in (*here, *experts)]
         trained = {name: shapes[name] for name in names if name in shapes}
-        kept = {name: drafts[name] for name in unit.tensors if name in drafts}
+        kept = [name for name in unit.tensors if name in drafts]
         tensors = gather_on_first(trained, model, bucket_bytes)
         tensors |= {copy: tensors[original].clone() for copy, original in copies.items() if copy in here and tensors}
-        do_on_first(group, _write_tensors, tensors, here, kept, partial / unit.file)
+        do_on_first(group, _write_tensors, tensors, here, kept, Path(side_files_from), partial / unit.file)
     do_on_first(group, finish_model, partial, directory, units, Path(side_files_from), shape, model.dtype)
     return directory
 
@@ -479,17 +500,22 @@ def make_empty(directory: Path) -> None:
 
 
 def _write_tensors(
-    tensors: Mapping[str, torch.Tensor], written: Mapping[str, FileTensor], kept: Mapping[str, Path], path: Path
+    tensors: Mapping[str, torch.Tensor],
+    written: Mapping[str, FileTensor],
+    kept: Sequence[str],
+    initial: Path,
+    path: Path,
 ) -> None:
+    """Write a file of gathered tensors, and of those `kept` from the initial model."""
     from megatron_rl.weights.packed_experts import join_turns
 
     found = {}
     for name, tensor in written.items():
         experts = [join_turns([tensors[part].cpu() for part in turns]) for turns in tensor.experts]
         found[name] = torch.stack(experts) if experts else tensors[name].cpu()
-    for name, file in kept.items():
-        with safe_open(file, framework="pt") as handle:
-            found[name] = handle.get_tensor(name)
+    if kept:
+        with ModelFiles(initial).open() as handle:
+            found |= {name: handle.get_slice(name)[:] for name in kept}
     save_file(found, path, metadata={"format": "pt"})
 
 
@@ -522,4 +548,4 @@ def find_drafts(directory: Path, shape: ModelShape) -> dict[str, Path]:
     may_have = shape.delta_net is not None or any(config.get(key) for key in _KEYS)  # Qwen3-Next has no such key
     if not may_have or not any(directory.glob("*.safetensors")):
         return {}
-    return {name: file for name, file in index_safetensors(directory).items() if shape.is_draft(name)}
+    return {name: file for name, file in ModelFiles(directory).items() if shape.is_draft(name)}

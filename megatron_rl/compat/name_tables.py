@@ -13,7 +13,7 @@ from dataclasses import fields
 
 from megatron_rl.compat.kinds import Alias, Ignored, Only, Renamed, SameAs, each
 from megatron_rl.compat.name_groups import AGGREGATIONS
-from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.config.schema import STAGE_SETTINGS, LayoutConfig
 
 OFF, ONE = ((-1, 0),), ((1, None),)
 BUDGET = "max_tokens_per_microbatch bounds every forward pass"
@@ -45,9 +45,8 @@ _TRANSFORMER: dict[str, Alias] = {
     **each("moe_aux_loss_coeff moe_z_loss_coeff dsa_indexer_loss_coeff", Only((0,), "there is no auxiliary loss")),
     "moe_router_enable_expert_bias": Ignored("config.json decides whether routers have biases"),
     **each(
-        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout",
-        Ignored("layers are split evenly over the stages"),
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+        Ignored("layers are split evenly over the stages, or as pipeline_model_parallel_layout says"),
     ),
     "deallocate_pipeline_outputs": Ignored("outputs of a stage are freed"),
     **each("attention_dropout hidden_dropout", Only((0,), _NO_DROPOUT)),
@@ -83,6 +82,7 @@ def megatron_names(role: str) -> dict[str, Alias]:
         **each("megatron.max_seqlen_per_dp_cp_rank megatron.pad_bshd_to_minibatch_max", Ignored(PACKED)),
         **each("megatron.qat.enable fsdp_config.qat.enable qat.enable", Only((False,), _NO_QAT)),
         **{f"megatron.override_transformer_config.{leaf}": alias for leaf, alias in _TRANSFORMER.items()},
+        **{f"megatron.override_transformer_config.{leaf}": Renamed(f"{role}.{leaf}") for leaf in STAGE_SETTINGS[1:]},
         **each("megatron.param_offload engine.param_offload", Ignored(_SHARED)),
         **each("strategy model_engine", Ignored(FSDP)),
         "fsdp_config.reshard_after_forward": Renamed(f"{role}.zero_stage", STAGES, closed=True),

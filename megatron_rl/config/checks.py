@@ -20,7 +20,15 @@ from typing import Any
 
 from megatron_rl.config.checked import CheckedConfig, Mistakes
 from megatron_rl.config.fields import FieldInfo, list_fields, list_options, render
-from megatron_rl.config.schema import FULLY_SHARDED, TRAINED, ActorConfig, DataConfig, ModelConfig, RunConfig
+from megatron_rl.config.schema import (
+    FULLY_SHARDED,
+    STAGE_SETTINGS,
+    TRAINED,
+    ActorConfig,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+)
 from megatron_rl.extension.registry import name_engines
 
 # Settings and sections of the features that `feature_checks.py` checks, and their values if no feature is in use.
@@ -275,7 +283,8 @@ def _find_in_role(config: RunConfig, section: str) -> Iterator[tuple[Any, ...]]:
     name = f"{section}.tensor_model_parallel_size"
     yield role.tensor_model_parallel_size == 1, f"{section}.sequence_parallel", f"{name} is 1"
     name = f"{section}.pipeline_model_parallel_size"
-    yield role.pipeline_model_parallel_size == 1, f"{section}.virtual_pipeline_model_parallel_size", f"{name} is 1"
+    for leaf in STAGE_SETTINGS:
+        yield role.pipeline_model_parallel_size == 1, f"{section}.{leaf}", f"{name} is 1"
     if getattr(role, "mtp_lr", 0):
         yield True, prompts, f"{section}.mtp_lr: a shared row has no single token behind it", False
     elif role.share_prompts == "tree":

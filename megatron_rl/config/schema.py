@@ -40,6 +40,13 @@ ACTOR_DECIDES = (
     *("share_prompts", "logprob_chunk_tokens", "adam_eps", "bucket_tokens", "graph_memory_gib"),
     *("offload_gradients", "overlap_grad_reduce", "zero_shard_size"),
 )
+# Without effect where a pipeline has one stage.
+STAGE_SETTINGS = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +74,15 @@ class LayoutConfig:
     pipeline_model_parallel_size: int = option(1, "Pipeline stages (PP).", "ranks", ge=1)
     virtual_pipeline_model_parallel_size: int | None = option(
         None, "Model chunks per pipeline stage (VPP, interleaved schedule).", "chunks", ge=1
+    )
+    num_layers_in_first_pipeline_stage: int | None = option(
+        None, "Layers of the first stage; default: an equal share.", "layers", ge=1
+    )
+    num_layers_in_last_pipeline_stage: int | None = option(
+        None, "Layers of the last stage; default: an equal share.", "layers", ge=1
+    )
+    pipeline_model_parallel_layout: str | None = option(
+        None, "Layers of all model chunks as megatron-core writes them, Ettt|(tttt|)*14ttL; default: equal numbers."
     )
     context_parallel_size: int = option(1, "Ranks that share each sequence (CP).", "ranks", ge=1)
     expert_model_parallel_size: int = option(1, "Ranks that share the experts (EP).", "ranks", ge=1)
@@ -222,6 +238,9 @@ class RolloutConfig(SamplingSettings):
     async_scheduling: bool | None = option(None, "vLLM on a GPU: plan the next step early; null: with model runner v2.")
     model_runner: Literal["auto", "v1", "v2"] = option(
         "auto", "vLLM on a GPU; they draw other tokens. auto: v2, or v1 if truncation or router replay needs it."
+    )
+    latent_cache: bool = option(
+        True, "vLLM in ranks: cache latents (MLA), of 512 + 64 channels and on GPUs in bfloat16; false: whole heads."
     )
     quantization: Literal["none", "int8", "fp8"] = option(
         "none", "vLLM keeps the matrices of attention and MLPs in eight bits (docs/sampling.md)."
@@ -469,7 +488,7 @@ class RunConfig:
             if given.get("tensor_model_parallel_size") == 1:
                 given.setdefault("sequence_parallel", False)
             if given.get("pipeline_model_parallel_size") == 1:
-                given.setdefault("virtual_pipeline_model_parallel_size", None)
+                given = dict.fromkeys(STAGE_SETTINGS) | given
             return replace(section, **given)
         return section[inner] if inner else section
 

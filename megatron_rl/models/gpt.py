@@ -9,7 +9,7 @@ attention, activation and experts.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -199,6 +199,19 @@ def _submodules(spec: Any) -> Any:
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
+class ChunkStarts:
+    """Numbers of the first layers of a rank's model chunks, which megatron-core would divide evenly."""
+
+    # In place of megatron-core's own layouts, which take the stage from its global state.
+    def __init__(self, num_layers: int, groups: ParallelGroups) -> None:
+        layout, stage = groups.layout, groups.at.pp
+        self._starts = [stage_layers(num_layers, layout, stage, chunk).start for chunk in range(layout.vpp_size)]
+
+    def get_layer_offset(self, vp_stage: int | None = None, **_: Any) -> int:
+        """Return the number of layers before a model chunk."""
+        return self._starts[vp_stage or 0]
+
+
 def build_gpt_stages(
     shape: ModelShape,
     config: TransformerConfig,
@@ -222,6 +235,7 @@ def build_gpt_stages(
         sort: build_layer_spec(shape, config, transformer_impl, batch_invariant, adapters, layer)
         for sort, layer in {shape.sort_of(layer): layer for layer in range(shape.num_layers)}.items()
     }
+    config.pipeline_model_parallel_layout = cast(Any, ChunkStarts(shape.num_layers, groups))
     is_whole = not shape.mtp_layer  # has an embedding and an output layer
     model_class: type[HiddenStatesModel] = HiddenStatesModel
     if shape.has_score_head or not is_whole:
@@ -230,9 +244,9 @@ def build_gpt_stages(
         model_class = ScoreModel if is_whole else MtpModel
     chunks = []
     for chunk in range(layout.vpp_size):
-        layers = stage_layers(shape.num_layers, layout.pp_size, layout.vpp_size, groups.at.pp, chunk)
+        layers = stage_layers(shape.num_layers, layout, groups.at.pp, chunk)
         layer_specs = [specs[shape.sort_of(layer)] for layer in layers]
-        first: Any = layer_specs[0].submodules
+        first: Any = next(iter(specs.values())).submodules
         # Annotated as ModuleSpec, but megatron-core also accepts the submodules of a block.
         block: Any = TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=first.input_layernorm)
         model = model_class(

@@ -46,6 +46,7 @@ class ParallelLayout:
     ep_size: int = 1
     first_rank: int = 0  # first of the role's consecutive ranks
     etp_size: int | None = None  # tensor parallel size of experts, 1 or `tp_size` (also if `None`)
+    chunk_layers: tuple[int | None, ...] = ()  # of the model's chunks in order; `None`: an equal share of the rest
     shard_size: int | None = None  # CP and DP ranks that hold the parameters together under ZeRO-3; all if `None`
 
     def __post_init__(self) -> None:
@@ -90,7 +91,7 @@ class ParallelLayout:
     def last_stage(self) -> ParallelLayout:
         """The last pipeline stage as a layout without pipeline parallelism."""
         first = self.first_rank + self.world_size - self.stage_size
-        return replace(self, world_size=self.stage_size, pp_size=1, vpp_size=1, first_rank=first)
+        return replace(self, world_size=self.stage_size, pp_size=1, vpp_size=1, first_rank=first, chunk_layers=())
 
     @property
     def is_split(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_rl.config.batch_plan import BatchPlan, divisors
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.run_spec import RunSpec
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import STAGE_SETTINGS, RunConfig
 from megatron_rl.planning.cluster import GIB, Cluster, Job, build_job
 from megatron_rl.planning.memory import MemoryPhase, RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.role_layouts import check_layout
@@ -28,13 +28,16 @@ class Choice:
 
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
-    virtual_pipeline_model_parallel_size: int | None
     context_parallel_size: int
     expert_model_parallel_size: int
     sequence_parallel: bool
     recompute_granularity: str
     offload: bool
     rollout_tensor_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    num_layers_in_first_pipeline_stage: int | None
+    num_layers_in_last_pipeline_stage: int | None
+    pipeline_model_parallel_layout: str | None
 
     def overrides(self, job: Job) -> list[str]:
         """Return the command-line overrides that change the job into this choice."""
@@ -178,7 +181,7 @@ def _list_choices(job: Job) -> Iterator[Choice]:
     offloads = sorted({now.offload, True})
     recomputations = sorted({"none", "full", now.recompute_granularity})
     for tp in divisors(math.gcd(shape.num_heads, shape.num_kv_heads)):
-        for pp in divisors(shape.num_layers):
+        for pp in sorted({*divisors(shape.num_layers), now.pipeline_model_parallel_size}):
             split = job.config.actor.expert_tensor_parallel_size or tp
             if tp > node or world % (tp * pp) or split not in (1, tp):
                 continue
@@ -186,10 +189,11 @@ def _list_choices(job: Job) -> Iterator[Choice]:
             for ep in divisors(shape.num_experts) if shape.num_experts else [1]:
                 if replicas % ep:
                     continue
-                vpp = now.virtual_pipeline_model_parallel_size if pp == now.pipeline_model_parallel_size else None
+                is_own = pp == now.pipeline_model_parallel_size
+                stages = {name: getattr(now, name) if is_own else None for name in STAGE_SETTINGS}
                 contexts = [cp for cp in cp_sizes if world % (tp * pp * cp) == 0 and (tp * cp <= node or cp == now_cp)]
                 for cp, recompute, offload, engine_tp in product(contexts, recomputations, offloads, rollout_sizes):
-                    yield Choice(tp, pp, vpp, cp, ep, tp > 1, recompute, offload, engine_tp)
+                    yield Choice(tp, pp, cp, ep, tp > 1, recompute, offload, engine_tp, **stages)
 
 
 def _apply(job: Job, choice: Choice) -> Job:

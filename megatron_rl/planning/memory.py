@@ -33,6 +33,7 @@ from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.parameters import (
     RoleBytes,
     Upkeep,
+    caches_latents,
     compute_role_bytes,
     count_own_bytes,
     count_staged_bytes,
@@ -40,7 +41,7 @@ from megatron_rl.planning.parameters import (
 )
 from megatron_rl.planning.role_layouts import DTYPE_BYTES, build_layout
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_layout import choose_chunk_tokens, padded_vocab_size
+from megatron_rl.weights.megatron_layout import choose_chunk_tokens, count_stage_layers, padded_vocab_size
 from megatron_rl.weights.quantization import is_quantized
 from megatron_rl.weights.row_shards import find_shard_places
 
@@ -83,7 +84,7 @@ def compute_memory(job: Job, *, ends_only: bool = False) -> list[RankMemory]:
     """Compute the memory of one rank per combination of pipeline stages; other ranks are equal up to buffer padding.
 
     Args:
-        ends_only: skip middle stages, which hold no more than the second one.
+        ends_only: skip middle stages, which hold no more than the second one where layers are divided evenly.
     """
     world_size = job.cluster.world_size
     if job.config.placement.placed:
@@ -92,7 +93,7 @@ def compute_memory(job: Job, *, ends_only: bool = False) -> list[RankMemory]:
     stages = [job.layout.pp_size, *(build_layout(role.settings, world_size).pp_size for role in job.others)]
     parts = min(math.lcm(*stages), world_size)
     ranks = [i * world_size // parts for i in range(parts)]
-    if ends_only and len(ranks) > 3:
+    if ends_only and len(ranks) > 3 and not job.layout.chunk_layers:
         ranks = [ranks[0], ranks[1], ranks[-1]]
     return [_compute_rank(job, rank) for rank in ranks]
 
@@ -180,7 +181,7 @@ def _count_host_inputs(job: Job, rank: int, role: RoleSpec) -> int:
     if section.recompute_granularity != "offload" or rank not in layout.ranks:
         return 0
     passes = count_passes_in_flight(layout, layout.coordinates(rank).pp, count_microbatches(job, layout, section))
-    kept = passes * shape.num_layers // (layout.pp_size * layout.vpp_size)
+    kept = passes * count_stage_layers(shape.num_layers, layout, layout.coordinates(rank).pp) // layout.vpp_size
     rows = section.max_tokens_per_microbatch // layout.cp_size // (layout.tp_size if section.sequence_parallel else 1)
     return kept * rows * shape.hidden_size * DTYPE_BYTES[job.config.model.dtype]
 
@@ -282,8 +283,11 @@ def _engine_phases(
     itemsize, tp, staged = DTYPE_BYTES[config.model.dtype], job.engine_tp, 0
     attending = shape.num_layers - len(shape.delta_layers)  # delta nets have a state of constant size
     per_token = 2 * attending * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
+    if shape.latent is not None and caches_latents(job):
+        per_token = attending * shape.latent.cached * itemsize
     if job.engine_is_actor:
-        own, per_token = 0, per_token // job.layout.pp_size
+        stage = job.layout.coordinates(rank).pp
+        own, per_token = 0, per_token * count_stage_layers(shape.num_layers, job.layout, stage) // shape.num_layers
     else:
         own, staged = count_own_bytes(job, rank), count_staged_bytes(job, rank)
     # vLLM's activations: hidden states of its largest batch, and logits of all sequences with float32 copies.
@@ -393,7 +397,7 @@ def compute_activation_bytes(job: Job, rank: int, role: RoleSpec, is_update: boo
         transient = count_forward_elements(shape, layout, config.sequence_parallel) * tokens * itemsize
         return 0, int(transient), int(head) + logits
     passes = count_passes_in_flight(layout, pp_rank, count_microbatches(job, layout, config))
-    layers = passes * shape.num_layers / (layout.pp_size * layout.vpp_size)
+    layers = passes * count_stage_layers(shape.num_layers, layout, pp_rank) / layout.vpp_size
     # megatron-core also keeps a pass's output for the next stage; the last chunk has none.
     sent = passes * (1 - is_last / layout.vpp_size) * h / s
     stored = layers * (h / s * (not is_offloaded) if is_full else layer) + sent

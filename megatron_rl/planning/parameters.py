@@ -130,7 +130,7 @@ def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: 
     for chunk in range(layout.vpp_size):
         is_first = pp_rank == 0 and chunk == 0
         is_last = pp_rank == layout.pp_size - 1 and chunk == layout.vpp_size - 1
-        numbers = stage_layers(model.num_layers, layout.pp_size, layout.vpp_size, pp_rank, chunk)
+        numbers = stage_layers(model.num_layers, layout, pp_rank, chunk)
         layers = [
             replace(p, name=f"decoder.layers.{local}.{p.name}")
             for local, number in enumerate(numbers)
@@ -308,6 +308,8 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+# Matrices that vLLM fuses into one if it caches latents: no storage of the actor is both.
+_FUSED_LATENTS = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 CODE_BYTES, SCALE_BYTES = 1, 4  # per element and per row of 8-bit matrices
 
@@ -317,9 +319,23 @@ def is_coded(job: Job) -> bool:
     return job.config.rollout.quantization != "none"
 
 
+def caches_latents(job: Job) -> bool:
+    """Return whether the engines cache latents."""
+    if job.shape.latent is None:
+        return False
+    from megatron_rl.weights.special_parts import has_latent_cache
+
+    is_gpu = job.cluster.has_fused_attention
+    return has_latent_cache(job.shape.latent, job.config.rollout, job.config.model.dtype, is_gpu=is_gpu)
+
+
 def count_engine_bytes(job: Job) -> int:
     """Return the weight bytes of any engine rank."""
-    return compute_engine_bytes(job.shape, job.engine_tp, DTYPE_BYTES[job.config.model.dtype], is_coded(job))
+    itemsize = DTYPE_BYTES[job.config.model.dtype]
+    found = compute_engine_bytes(job.shape, job.engine_tp, itemsize, is_coded(job))
+    if caches_latents(job):  # vLLM keeps the up-projections of keys and values in a second form
+        found += job.shape.num_layers * math.prod(job.shape.kind_sizes()["kv_up"]) // job.engine_tp * itemsize
+    return found
 
 
 def count_own_bytes(job: Job, rank: int) -> int:
@@ -332,7 +348,10 @@ def count_own_bytes(job: Job, rank: int) -> int:
     if config.hybrid.alias_weights and rank in job.layout.ranks and is_whole and not is_served:
         unshared = adapters if adapters is not None and (is_merged or adapters.is_quantized) else None
         place = _find_place(job, rank)
-        own -= itemsize * count_aliased_elements(shape, job.layout, rank, job.engine_tp, place, unshared, is_coded(job))
+        copied = _FUSED_LATENTS if caches_latents(job) and shape.latent and shape.latent.query else ()
+        own -= itemsize * count_aliased_elements(
+            shape, job.layout, rank, job.engine_tp, place, unshared, is_coded(job), copied
+        )
     if adapters is not None and not is_merged:
         own += sum(map(math.prod, adapters.logical_tensors().values())) * itemsize
     return own
@@ -384,6 +403,7 @@ def count_aliased_elements(
     rollout_rank: int,
     adapters: AdapterShape | None = None,
     coded: bool = False,
+    copied: tuple[str, ...] = (),
 ) -> int:
     """Count the elements of an engine rank's weights that share the actor's storage.
 
@@ -391,6 +411,7 @@ def count_aliased_elements(
         rollout_rank: index of the rank in its engine.
         adapters: excludes the matrices with adapters (quantized models: all in NF4).
         coded: excludes the matrices that the engine holds in eight bits.
+        copied: ends of the names of further matrices to exclude.
     """
     pp, pp_size, likes = layout.coordinates(rank).pp, layout.pp_size, _find_likes(shape)
     stages, tp, ep = min(pp_size, 2), layout.tp_size, layout.ep_size
@@ -398,9 +419,9 @@ def count_aliased_elements(
     place = (rank - layout.first_rank) % (tp * ep)  # position in the stage
     num_layers = math.ceil((max(likes) + 1) / stages) * stages
     shared, first, last = _count_aliased_blocks(
-        replace(shape, num_layers=num_layers), small, place, rollout_tp, rollout_rank, adapters, coded
+        replace(shape, num_layers=num_layers), small, place, rollout_tp, rollout_rank, adapters, coded, copied
     )
-    own = (n for c in range(layout.vpp_size) for n in stage_layers(shape.num_layers, pp_size, layout.vpp_size, pp, c))
+    own = (n for c in range(layout.vpp_size) for n in stage_layers(shape.num_layers, layout, pp, c))
     return sum(shared[likes[n]] for n in own) + (first if pp == 0 else last if pp == pp_size - 1 else 0)
 
 
@@ -413,6 +434,7 @@ def _count_aliased_blocks(
     rollout_rank: int,
     adapters: AdapterShape | None,
     coded: bool,
+    copied: tuple[str, ...],
 ) -> tuple[Counter[int | None], int, int]:
     """Count shared elements of an engine rank: by layer; outside of layers on the first, and on the last stage."""
     theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank, coded)
@@ -426,6 +448,7 @@ def _count_aliased_blocks(
         if adapters is not None:
             merged = list_quantized(ours) if adapters.is_quantized else adapted_parameters(adapters, ours)
         pairs = {name: owned for name, owned in find_aliases(ours, theirs).items() if owned not in merged}
+        pairs = {name: owned for name, owned in pairs.items() if not (copied and name.endswith(copied))}
         end = 0
         for name, source in pairs.items():
             if (layer := _find_layer(name)) is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig
+from megatron_rl.config.schema import FULLY_SHARDED, STAGE_SETTINGS, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
@@ -24,11 +24,20 @@ def build_layout(config: LayoutConfig, world_size: int, first_rank: int = 0) -> 
         pp_size=config.pipeline_model_parallel_size,
         vpp_size=config.virtual_pipeline_model_parallel_size or 1,
         cp_size=config.context_parallel_size,
+        chunk_layers=_find_chunk_layers(config),
         ep_size=config.expert_model_parallel_size,
         etp_size=config.expert_tensor_parallel_size,
     )
     size = config.zero_shard_size if config.zero_stage == FULLY_SHARDED else None
     return replace(layout, shard_size=size) if size and size < layout.shard_sizes[0] else layout
+
+
+def _find_chunk_layers(config: LayoutConfig) -> tuple[int | None, ...]:
+    if config.pipeline_model_parallel_size == 1 or not any(getattr(config, name) for name in STAGE_SETTINGS[1:]):
+        return ()
+    from megatron_rl.weights.pipeline_stages import find_chunk_layers
+
+    return find_chunk_layers(config)
 
 
 def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLayout:

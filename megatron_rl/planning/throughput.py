@@ -79,13 +79,10 @@ def read_peak(name: str) -> float | None:
     return next((peak for known, peak in _PEAKS.items() if all(word in name for word in known.split())), None)
 
 
-def count_operations(shape: ModelShape, length: float, stages: int = 1) -> float:
-    """Return operations per token of a forward pass through a sequence of `length` tokens.
-
-    With a pipeline of `stages`, the last stage's operations times `stages`: the other stages wait for its head.
-    """
+def count_operations(shape: ModelShape, length: float) -> float:
+    """Return operations per token of a forward pass through a sequence of `length` tokens."""
     h, scored = shape.hidden_size, shape.num_heads * (shape.head_dim + shape.value_dim)
     layer = shape.attention_elements + 3 * h * shape.active_columns + h * shape.num_experts
     head = 0 if shape.has_score_head else h * shape.vocab_size
     attending = shape.num_layers - len(shape.delta_layers)
-    return 2 * (shape.num_layers * layer + stages * head) + attending * scored * length
+    return 2 * (shape.num_layers * layer + head) + attending * scored * length

@@ -54,11 +54,23 @@ def choose_chunk_tokens(vocab_size: int, tp_size: int, memory_bytes: int | None)
     return min(max(512, 1 << fitting.bit_length() >> 1), 8192)
 
 
-def stage_layers(num_layers: int, pp_size: int, vpp_size: int, pp_rank: int, chunk: int) -> range:
-    """Return the global layer numbers of a model chunk (Megatron's interleaved assignment)."""
-    per_chunk = num_layers // (pp_size * vpp_size)
-    start = chunk * (num_layers // vpp_size) + pp_rank * per_chunk
-    return range(start, start + per_chunk)
+def divide_layers(num_layers: int, layout: ParallelLayout) -> tuple[int, ...]:
+    """Return how many layers each model chunk has; chunk c of stage p is number c * pp + p, as in Megatron."""
+    counts = layout.chunk_layers or (None,) * (layout.pp_size * layout.vpp_size)
+    rest, shares = num_layers - sum(filter(None, counts)), counts.count(None)
+    return tuple(rest // shares if count is None else count for count in counts)
+
+
+def stage_layers(num_layers: int, layout: ParallelLayout, pp_rank: int, chunk: int) -> range:
+    """Return the global layer numbers of a model chunk."""
+    counts, number = divide_layers(num_layers, layout), chunk * layout.pp_size + pp_rank
+    start = sum(counts[:number])
+    return range(start, start + counts[number])
+
+
+def count_stage_layers(num_layers: int, layout: ParallelLayout, pp_rank: int) -> int:
+    """Return how many layers the model chunks of a pipeline stage have together."""
+    return sum(divide_layers(num_layers, layout)[pp_rank :: layout.pp_size])
 
 
 def megatron_placements(shape: ModelShape, layout: ParallelLayout, rank: int) -> PlacementTable:
@@ -92,7 +104,7 @@ def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank:
         is_last = pp_rank == pp_size - 1 and chunk == vpp_size - 1
         if is_first:
             found.append((f"{chunk}.embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab"))
-        for local, layer in enumerate(stage_layers(shape.num_layers, pp_size, vpp_size, pp_rank, chunk)):
+        for local, layer in enumerate(stage_layers(shape.num_layers, layout, pp_rank, chunk)):
             ours, hf = f"{chunk}.decoder.layers.{local}.", f"model.layers.{layer}."
             mine = layer_rows[shape.sort_of(layer)]
             found += [(ours + param, hf + hf_name, kind) for param, hf_name, kind in mine]

@@ -385,7 +385,7 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
         "hidden_activation": config.get("hidden_activation") not in (None, family.activations[0]),
         **{option: bool(config.get(option)) for option in _MUST_BE_OFF},
         "attention_bias": family.qkv_bias is not None and bool(config.get("attention_bias")),
-        "quantization_config": bool(config.get("quantization_config")),
+        "quantization_config": bool(config.get("quantization_config")) and not _is_block_scaled(config),
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "sliding_window": family.honors_sliding_window
         and (config.get("sliding_window") or math.inf) < config.get("max_position_embeddings", 0),
@@ -401,9 +401,16 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
             source=source,
             expected=f"hidden_act={family.activations[0]}, full causal attention, no bias beyond the family's, "
             "rotary positions unscaled, or with linear, llama3, yarn or longrope scaling (of longrope with the factors "
-            "that follow from its lengths), experts in every layer of a mixture of experts",
+            "that follow from its lengths), experts in every layer of a mixture of experts, weights as they are "
+            "or in FP8 (e4m3) with a weight_block_size",
             hint="training would silently compute another model; use a checkpoint without these options",
         )
+
+
+def _is_block_scaled(config: dict[str, Any]) -> bool:
+    from megatron_rl.weights.block_scales import find_block
+
+    return find_block(config) is not None
 
 
 def _serves_scaling(rope: dict[str, Any], config: dict[str, Any]) -> bool:

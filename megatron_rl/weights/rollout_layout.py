@@ -6,7 +6,7 @@
   [E, 2 * ffn/tp, h] = `[gate; up]` and `w2_weight` [E, h, ffn/tp];
 * gpt-oss: gates and ups alternate by rows, as two views; `w2_bias` is on the first rank only, as results are summed;
 * gated delta nets: `in_proj_qkvz` and `in_proj_ba` as in the checkpoint, or `[q; k; v; z]` and `[b; a]` if split there;
-* latent attention: nothing is fused, as vLLM then computes full heads (`VLLM_MLA_DISABLE`);
+* latent attention: nothing is fused; with a latent cache, views of the down-projections that vLLM fuses;
 * plain HF (transformers, checkpoints): nothing is fused.
 """
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.family import CONV_PARTS, DELTA_APART, DELTA_TOGETHER, Family, rope_type_of
 from megatron_rl.weights.rope import compute_yarn_mscale
 from megatron_rl.weights.shard_box import Box, columns, full_box, rows
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_rl.config.schema import RolloutConfig
 
 # Supported values of gpt-oss options.
 _OF_SINKS: dict[str, tuple[Any, ...]] = {
@@ -62,6 +67,11 @@ class LatentSizes:
     key_value: int  # latent of keys and values
     rotary: int  # rotated channels per query head, and of the keys' shared part
     value: int  # channels per value head
+
+    @property
+    def cached(self) -> int:
+        """Elements per token and layer of a cache of latents."""
+        return self.key_value + self.rotary
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,28 @@ class DeltaNetSizes:
             "delta_o": (hidden_size, self.value_heads * self.value_dim),
             **{kind: (n, 1, self.kernel) for kind, n in zip(CONV_PARTS, self.convolved, strict=True)},
         }
+
+
+_LATENT_CHANNELS = (512, 64)  # latent and rotated: vLLM's kernels for a CPU, and most of those for GPUs, have no others
+
+
+def has_latent_cache(sizes: LatentSizes, config: RolloutConfig, dtype: str, *, is_gpu: bool) -> bool:
+    """Return whether the engine caches latents (MLA), not the keys and values of all heads."""
+    has_kernel = (sizes.key_value, sizes.rotary) == _LATENT_CHANNELS and (dtype == "bfloat16" or not is_gpu)
+    return has_kernel and config.latent_cache and config.supports("latent_cache")
+
+
+def split_latents(params: Mapping[str, torch.Tensor], sizes: LatentSizes) -> dict[str, torch.Tensor]:
+    """Replace down-projections that an engine fuses, `[queries; keys and values]`, by a view of each."""
+    views: dict[str, torch.Tensor] = {}
+    for name, param in params.items():
+        block, fused, what = name.partition("fused_qkv_a_proj.")
+        if fused:
+            views[f"{block}q_a_proj.{what}"] = param[: sizes.query]
+            views[f"{block}kv_a_proj_with_mqa.{what}"] = param[sizes.query :]
+        else:
+            views[name] = param
+    return views
 
 
 def _find_unserved(config: Mapping[str, Any], served: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

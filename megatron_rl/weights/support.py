@@ -22,7 +22,6 @@ def check_training_layout(
 ) -> None:
     """Refuse a Megatron layout that does not fit the model (UserError)."""
     experts, tp_size, ep_size = shape.num_experts, layout.tp_size, layout.ep_size
-    pp_size, vpp_size = layout.pp_size, layout.vpp_size
     if ep_size > 1 and (experts == 0 or experts % ep_size):
         valid = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
         what = f"does not divide the {experts} experts of the model" if experts else "needs a mixture of experts"
@@ -54,15 +53,10 @@ def check_training_layout(
                 f"{[n for n in range(1, shape.num_kv_heads + 1) if all(size % n == 0 for _, size in sizes)]}",
                 hint="use a smaller TP and more pipeline or data parallelism",
             )
-    if shape.num_layers % (pp_size * vpp_size):
-        valid = [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0]
-        raise UserError(
-            f"pp * vpp = {pp_size} * {vpp_size} = {pp_size * vpp_size} does not divide "
-            f"the {shape.num_layers} layers of the model",
-            source=f"{section}.pipeline_model_parallel_size, {section}.virtual_pipeline_model_parallel_size",
-            expected=f"pp * vpp one of {valid}",
-            hint="every chunk of every stage holds the same number of layers",
-        )
+    if layout.chunk_layers or shape.num_layers % (layout.pp_size * layout.vpp_size):
+        from megatron_rl.weights.pipeline_stages import check_stages
+
+        check_stages(shape, layout, section)
 
 
 def check_router_replay(shape: ModelShape, source: str) -> None:

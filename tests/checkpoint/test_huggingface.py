@@ -121,6 +121,7 @@ class CountingFile:
         dict(tp_size=4),
         dict(tp_size=2, pp_size=2, vpp_size=2),
         dict(pp_size=4),
+        dict(pp_size=2, vpp_size=2, chunk_layers=(0, 1, 3, 0)),
     ],
     ids=str,
 )
@@ -320,7 +321,7 @@ def save_from_ranks(
         ("qwen2", dict(tp_size=2, pp_size=2)),
         ("qwen3", dict(tp_size=2, pp_size=2)),
         ("llama", dict(tp_size=4)),
-        ("qwen3", dict(pp_size=2, vpp_size=2)),
+        ("qwen3", dict(pp_size=2, vpp_size=2, chunk_layers=(0, 2, 1, 1))),
     ],
 )
 def test_four_ranks_write_what_transformers_wrote(

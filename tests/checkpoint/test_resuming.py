@@ -119,10 +119,12 @@ def join_all(pieces) -> dict[str, torch.Tensor]:
         pytest.param(Case(4, dict(tp_size=4)), marks=pytest.mark.slow),
         pytest.param(Case(4, dict(tp_size=2), actor=SP | NO_ZERO), marks=pytest.mark.slow),
         Case(2, dict(pp_size=2, vpp_size=2)),
+        Case(2, dict(pp_size=2, chunk_layers=(1, 3))),
+        pytest.param(Case(2, dict(pp_size=2, vpp_size=2, chunk_layers=(0, 2, 2, 0))), marks=pytest.mark.slow),
         Case(3, actor=ZERO_3),
         pytest.param(Case(4, dict(tp_size=2), actor=SP | ZERO_3), marks=pytest.mark.slow),
     ],
-    ids=["dp4", "cp2", "tp4", "tp2dp2-no-zero", "pp2vpp2", "dp3-zero3", "tp2dp2-zero3"],
+    ids=["dp4", "cp2", "tp4", "tp2dp2-no-zero", "pp2vpp2", "pp2-uneven", "pp2vpp2-uneven", "dp3-zero3", "tp2dp2-zero3"],
 )
 def test_tp2_pp2_goes_on_in_other_layouts(layout: Case, models, saved: tuple[Path, list[Any]]):
     """Tied embeddings: the last stage's copy, its states included, is the first stage's."""

@@ -202,6 +202,18 @@ def test_the_defaults_are_those_of_verls_files() -> None:
     assert {name: DEFAULTS[name] for name in stored} == stored and len(stored) >= 15
 
 
+def test_stages_of_unequal_length_keep_their_numbers() -> None:
+    """Of the actor and the critic; a recipe's Megatron options lie in a section of overrides."""
+    overrides = f"{ACTOR}.megatron.override_transformer_config"
+    settings = [f"{overrides}.num_layers_in_first_pipeline_stage=6", f"{overrides}.num_layers_in_last_pipeline_stage=7"]
+    critics = "critic.megatron.override_transformer_config.pipeline_model_parallel_layout=Ettt|tL"
+    sizes = [f"{ACTOR}.megatron.pipeline_model_parallel_size=8", "critic.megatron.pipeline_model_parallel_size=2"]
+    loaded = load(*sizes, *settings, critics, "algorithm.adv_estimator=gae")
+    assert value_of(loaded, "actor.num_layers_in_first_pipeline_stage") == 6
+    assert value_of(loaded, "actor.num_layers_in_last_pipeline_stage") == 7
+    assert value_of(loaded, "critic.pipeline_model_parallel_layout") == "Ettt|tL"
+
+
 def test_whoever_writes_a_name_beats_the_default() -> None:
     """Under either name."""
     config = load_config(

@@ -36,7 +36,7 @@ from megatron_rl.extension.registry import ENGINES
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.special_parts import DeltaNetSizes
+from megatron_rl.weights.special_parts import DeltaNetSizes, LatentSizes
 
 SHAPE = ModelShape(
     family="qwen2",
@@ -215,6 +215,33 @@ def test_modes(
     assert describe_engine(config, gpu) == said.replace("CACHE", str(tmp_path))
     assert describe_engine(config, torch.device("cpu")) == ON_CPU + ignored
     assert describe_engine(replace(config, engine="hf"), gpu) == ""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "dtype", "device", "cached"),
+    [
+        ((512, 64), {}, "bfloat16", "cuda", True),
+        ((512, 64), {}, "float32", "cuda", False),
+        ((512, 64), {}, "float32", "cpu", True),
+        ((512, 64), dict(latent_cache=False), "bfloat16", "cuda", False),
+        ((512, 64), dict(engine="vllm_server"), "bfloat16", "cuda", False),
+        ((40, 12), {}, "bfloat16", "cuda", False),
+        (None, {}, "bfloat16", "cuda", False),
+    ],
+)
+def test_latents_are_cached_where_kernels_take_them(
+    sizes: tuple[int, int] | None, settings: dict[str, Any], dtype: str, device: str, cached: bool
+) -> None:
+    """Elsewhere vLLM computes whole heads, as without latent attention."""
+    latent = LatentSizes(24, *sizes, 32) if sizes else None
+    process, config = Process(0, 1, 0, 1, torch.device(device)), RolloutConfig(max_num_seqs=127, **settings)
+    spec = replace(SPEC, shape=replace(SPEC.shape, latent=latent), config=config, dtype=dtype, process=process)
+    is_off = list_engine_environment(spec)["VLLM_MLA_DISABLE"] == "1"
+    assert is_off == (sizes is not None and not cached)
+    if device == "cpu":
+        arguments = list_engine_arguments(spec)
+        assert (arguments["attention_backend"], arguments["block_size"]) == ("CPU_MLA", 16)
+        assert cpu_cache_bytes(spec) == 64 * 128 * 4 * (512 + 64) * 4  # tokens, sequences, layers, channels, bytes
 
 
 def test_router_replay_has_the_first_model_runner() -> None:

@@ -15,11 +15,12 @@ from megatron_rl.planning.parameters import (
     compute_engine_bytes,
     count_aliased_elements,
     count_engine_bytes,
+    count_own_bytes,
     count_staged_bytes,
 )
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
 from megatron_rl.weights.shard_box import box_volume
-from planning_jobs import PREFIXED, make_job, small_shape
+from planning_jobs import PREFIXED, make_job, published_shape, small_shape
 from tools.planning.switch import plan_switch
 
 CODED = ("rollout.quantization=int8", "algorithm.importance_sampling=token-truncate")
@@ -65,6 +66,23 @@ def test_switch_to_eight_bits_counts_codes_and_scales() -> None:
     codes, rows = HIDDEN * (2 * Q + 2 * KV + 3 * FFN), Q + 2 * KV + 2 * FFN
     vocabulary = 2 * VOCAB * HIDDEN * 2  # embedding and head in bfloat16
     assert plan_switch(job).summary.bytes_moved == LAYERS * (codes + 4 * rows) + vocabulary
+
+
+def test_a_cache_of_latents_is_planned() -> None:
+    """Bytes per token do not depend on TP; absorbed up-projections are a second copy, and fused ones are no alias."""
+    shape, itemsize, layers = published_shape("DeepSeek-V3"), 2, 61
+    sizes = [
+        "actor.tensor_model_parallel_size=8",
+        "actor.sequence_parallel=true",
+        "rollout.tensor_model_parallel_size=8",
+    ]
+    jobs = [make_job(shape, *sizes, f"rollout.latent_cache={on}", nodes=8) for on in ("true", "false")]
+    latent, whole = (compute_memory(job)[0] for job in jobs)
+    assert latent.kv_bytes_per_token == layers * (512 + 64) * itemsize
+    assert whole.kv_bytes_per_token == 2 * layers * 128 // 8 * 192 * itemsize
+    absorbed, fused = layers * 128 * (128 + 128) * 512 // 8 * itemsize, layers * 7168 * (1536 + 512 + 64) * itemsize
+    assert count_engine_bytes(jobs[0]) - count_engine_bytes(jobs[1]) == absorbed
+    assert count_own_bytes(jobs[0], 0) - count_own_bytes(jobs[1], 0) == absorbed + fused
 
 
 def test_ranks_of_a_server_keep_the_tensors_that_they_write() -> None:

@@ -38,6 +38,8 @@ CASES = {
     "tp2-sp": ("qwen3", Case(2, dict(tp_size=2), SP)),
     "pp2-tied": ("qwen2", Case(2, dict(pp_size=2))),
     "pp2-vpp2-tied-bf16": ("qwen2", Case(2, dict(pp_size=2, vpp_size=2), dtype="bfloat16")),
+    "pp2-vpp2-uneven": ("qwen2", Case(2, dict(pp_size=2, vpp_size=2, chunk_layers=(0, 1, 1, 2)))),
+    "latent-pp2-uneven": ("deepseek_v3", Case(2, dict(pp_size=2, chunk_layers=(3, 1)))),
     "dp2-bf16": ("qwen2", Case(2, dtype="bfloat16")),
     "dp2-replicated-bf16": ("qwen3", Case(2, actor=REPLICATED, dtype="bfloat16")),
     "tp2-dp2": ("llama", Case(4, dict(tp_size=2))),

@@ -217,6 +217,27 @@ def test_bubble_of_a_pipeline() -> None:
     assert compute_bubble(work, replace(job.layout, vpp_size=2), interleaved) == pytest.approx(3 / 48)
 
 
+def test_a_pipeline_runs_at_the_pace_of_its_slowest_stage() -> None:
+    """28 layers on four stages; the last computes the head besides, unless it has fewer layers."""
+    shape = published_shape("Qwen2.5-7B-Instruct")
+    layers = count_operations(replace(shape, has_score_head=True), 384) / 28
+    head = count_operations(shape, 384) - 28 * layers
+    found = []
+    for text, slowest in (
+        ("(t*7|)*3t*7", 7 * layers + head),
+        ("t*10|t*7|t*7|t*4", 10 * layers),
+        ("(t*8|)*3t*4", 8 * layers),
+    ):
+        string = f"actor.pipeline_model_parallel_layout=E{text}L"
+        job = make_job(shape, "actor.pipeline_model_parallel_size=4", string, nodes=1)
+        work, assumed = build_workload(job, ASSUMED), replace(ASSUMED, layer_overhead=0.0)
+        seconds = predict_step(job, work, [], compute_memory(job), 0.0, assumed).phases["actor update"]
+        pace = 1 + compute_bubble(work, job.layout, job.config.actor)
+        assert seconds == pytest.approx(3 * TOKENS * 4 * slowest / 8 / (0.4 * 990e12) * pace)
+        found.append(seconds)
+    assert min(found) == found[2]
+
+
 APART = ["placement.actor=0-3", "placement.reference=4-5", "placement.critic=4-5", "placement.rollout=6-7"]
 
 

@@ -65,6 +65,8 @@ LAYOUTS = {
     "tp2-sp": Case(2, dict(tp_size=2), SP),
     "pp2": Case(2, dict(pp_size=2)),
     "pp2-vpp2": Case(2, dict(pp_size=2, vpp_size=2)),
+    "pp2-uneven": Case(2, dict(pp_size=2, chunk_layers=(3, 1))),
+    "pp2-vpp2-uneven": Case(2, dict(pp_size=2, vpp_size=2, chunk_layers=(1, 2, 1, 0))),
     "dp2": Case(2),
     "dp2-replicated": Case(2, actor=REPLICATED),
     "tp2-pp2-sp": Case(4, dict(tp_size=2, pp_size=2), SP),
@@ -85,6 +87,7 @@ EXPERT_LAYOUTS = {
     "dp2": Case(2),
     "tp2-sp": LAYOUTS["tp2-sp"],
     "pp2-vpp2": LAYOUTS["pp2-vpp2"],
+    "ep2-pp2-uneven": Case(4, dict(ep_size=2, pp_size=2, chunk_layers=(1, 3))),
     "ep2": Case(2, dict(ep_size=2)),
     "ep2-replicated": Case(2, dict(ep_size=2), REPLICATED),
     "ep2-dp4": Case(4, dict(ep_size=2)),  # two replicas of every expert, four of the rest

@@ -61,6 +61,7 @@ SP, FULL = dict(sequence_parallel=True), dict(recompute_granularity="full")
 LAYOUTS = {
     "tp2-sp": Case(2, dict(tp_size=2), SP),
     "pp2-vpp2": Case(2, dict(pp_size=2, vpp_size=2)),
+    "pp2-vpp2-uneven": Case(2, dict(pp_size=2, vpp_size=2, chunk_layers=(0, 2, 1, 1))),
     "cp2": Case(2, dict(cp_size=2)),
     "ep2": Case(2, dict(ep_size=2)),
     "full": Case(1, {}, FULL),

@@ -39,6 +39,7 @@ PAIRS = {
     "tp2 pp2 to tp4": (dict(tp_size=2, pp_size=2), 4),
     "tp2 dp2 to tp1": (dict(tp_size=2), 1),
     "pp2 vpp2 dp2 to tp4": (dict(pp_size=2, vpp_size=2), 4),
+    "tp2 pp2 uneven to tp2": (dict(tp_size=2, pp_size=2, chunk_layers=(3, 1)), 2),
     "tp2 pp2 to rank 0": (dict(tp_size=2, pp_size=2), None),
 }
 SHAPES = [make_shape("qwen2"), make_shape("qwen3", tied_embeddings=True, num_kv_heads=2)]

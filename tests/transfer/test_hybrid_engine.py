@@ -68,7 +68,7 @@ def make_prompts() -> list[Prompt]:
 
 
 def make_config(
-    path: Path, layout: dict[str, int], rollout_tp: int, engine: str, hybrid: dict[str, Any], lora: LoraConfig
+    path: Path, layout: dict[str, Any], rollout_tp: int, engine: str, hybrid: dict[str, Any], lora: LoraConfig
 ) -> RunConfig:
     tp = layout.get("tp_size", 1)
     return RunConfig(
@@ -81,6 +81,7 @@ def make_config(
             lora=lora,
             pipeline_model_parallel_size=layout.get("pp_size", 1),
             virtual_pipeline_model_parallel_size=layout.get("vpp_size"),
+            num_layers_in_last_pipeline_stage=layout.get("chunk_layers", (None,))[-1],
             context_parallel_size=layout.get("cp_size", 1),
             expert_model_parallel_size=layout.get("ep_size", 1),
             expert_tensor_parallel_size=layout.get("etp_size"),
@@ -115,6 +116,16 @@ def count_equal_elements(path: Path, hybrid: HybridEngine) -> tuple[int, int]:
         equal += int((found.view(torch.int32) == full[p.hf_name][box_slices(p.hf_box)].view(torch.int32)).sum())
         placed += found.numel()
     return equal, placed
+
+
+def list_absorbed(engine: Any) -> list[bool]:
+    """Whether each product that vLLM keeps of latent attention is that of the matrix of now."""
+    equal = []
+    for module in engine._absorbing:
+        heads = module.kv_b_proj.weight.view(module.num_heads, -1, module.kv_lora_rank)
+        keys, values = heads.split([module.qk_nope_head_dim, module.v_head_dim], 1)
+        equal += [torch.equal(module.W_UK_T, keys), torch.equal(module.W_UV, values.transpose(1, 2))]
+    return equal
 
 
 def build(config: RunConfig, layout: ParallelLayout) -> tuple[Any, ParallelLayout, Any, Any, HybridEngine, Any]:
@@ -177,6 +188,7 @@ def work(
     rollouts_after = generate(GREEDY)
     result["after"] = [r.response_tokens.tolist() for r in rollouts_after]
     result["versions"] = {r.policy_version for r in rollouts_after}
+    result["absorbed"] = list_absorbed(hybrid.engine) if engine == "vllm" else []
     result["verified"] = hybrid.verified_tensors
     generator.close()
     ones = torch.ones(1)
@@ -226,6 +238,8 @@ CASES = [
     ("megatron", "qwen3_moe", 2, {"ep_size": 2}, 1),
     ("vllm", "deepseek_v3", 2, {"ep_size": 2}, 2),
     pytest.param(*("vllm", "qwen2", 4, {"shard_size": 2, "zero_stage": 3}, 2), marks=pytest.mark.slow),
+    pytest.param(*("vllm", "qwen3", 2, {"pp_size": 2, "chunk_layers": (3, 1)}, 2), marks=pytest.mark.slow),
+    pytest.param(*("megatron", "qwen2", 2, {"pp_size": 2, "chunk_layers": (1, 3)}, 1), marks=pytest.mark.slow),
 ]
 
 
@@ -260,6 +274,29 @@ def test_engine_speaks_for_the_actor(
         assert result["ranks_alive"] == world
     pairs = zip(results[0]["sampled"][::2], results[0]["sampled"][1::2], strict=True)
     assert any(a != b for a, b in pairs), "two samples of a prompt have different seeds"
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "rollout_tp"),
+    [
+        (1, {}, 1),
+        pytest.param(*(2, {"pp_size": 2, "chunk_layers": (1, 3)}, 2), marks=pytest.mark.slow),
+        pytest.param(*(4, {"tp_size": 2, "ep_size": 2}, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_with_a_latent_cache_speaks_for_the_actor(
+    tmp_path: Path, vllm_imported: None, world: int, layout: dict[str, Any], rollout_tp: int
+) -> None:
+    """Latents of the published size, which vLLM's kernel on a CPU takes: decoding reads products of the new weights."""
+    sizes = dict(kv_lora_rank=512, qk_rope_head_dim=64, head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
+    save_tiny_model(tmp_path / "model", "deepseek_v3", **engine_sizes("deepseek_v3") | sizes)
+    results = run_ranks(work, world, tmp_path / "model", layout, rollout_tp, "vllm", timeout=150)
+    before, after = reference_tokens(tmp_path / "model"), reference_tokens(tmp_path / "updated")
+    assert before != after, "the optimizer step must change what is generated, or this test shows nothing"
+    for result in results:
+        assert (result["before"], result["after"]) == (before, after)
+        assert result["absorbed"] == [True] * 2 * 4
+        assert result["gap"] < 1e-4 and result["deviation"] == 0.0
 
 
 @pytest.mark.parametrize(

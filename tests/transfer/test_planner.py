@@ -82,6 +82,8 @@ def find_layouts(shape: ModelShape, largest: int) -> list[ParallelLayout]:
             continue
         for world in sorted({smallest, largest}):
             layouts.append(ParallelLayout(world, tp_size=tp, pp_size=pp, vpp_size=vpp, ep_size=ep))
+    if largest > 1:
+        layouts.append(ParallelLayout(2, pp_size=2, vpp_size=2, chunk_layers=(0, 1, shape.num_layers - 1, 0)))
     return layouts
 
 

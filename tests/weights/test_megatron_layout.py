@@ -222,11 +222,12 @@ def test_fused_parameters_have_the_engines_order(tp_size: int) -> None:
 def test_stage_layers_partition_and_interleave(pp_size: int, vpp_size: int, per_chunk: int) -> None:
     """Walking the chunks as the interleaved schedule does visits the layers in order."""
     num_layers = pp_size * vpp_size * per_chunk
+    layout = ParallelLayout(pp_size, pp_size=pp_size, vpp_size=vpp_size)
     walked = [
         layer
         for chunk in range(vpp_size)
         for stage in range(pp_size)
-        for layer in stage_layers(num_layers, pp_size, vpp_size, stage, chunk)
+        for layer in stage_layers(num_layers, layout, stage, chunk)
     ]
     assert walked == list(range(num_layers))
 
@@ -268,6 +269,7 @@ def check_real_model(rank: int, world_size: int, shape: ModelShape, sizes: dict[
         ("qwen2", {}, dict(tp_size=4), 4),
         ("qwen3", dict(tied_embeddings=True, head_dim=6), dict(tp_size=2, pp_size=2), 4),
         ("qwen3", {}, dict(pp_size=2, vpp_size=2), 2),
+        ("deepseek_v3", {}, dict(pp_size=2, vpp_size=2, chunk_layers=(0, 1, 3, 0)), 2),
         ("llama", dict(tied_embeddings=True), dict(pp_size=4), 4),
         ("qwen3", dict(has_score_head=True), {}, 1),
         ("llama", dict(has_score_head=True), dict(tp_size=2, pp_size=2), 4),

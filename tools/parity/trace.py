@@ -78,7 +78,7 @@ def trace_megatron(policy: PackedModel, tokens: np.ndarray) -> Trace:
     trace: Trace = {}
     catches: list[_Catch] = []
     for chunk, model in enumerate(policy.stages):
-        numbers = stage_layers(shape.num_layers, layout.pp_size, layout.vpp_size, policy.groups.at.pp, chunk)
+        numbers = stage_layers(shape.num_layers, layout, policy.groups.at.pp, chunk)
         catches += _catch_chunk(policy, model, numbers, trace)
     sequence = Branch.of_response(tokens, 1)
     count = policy.microbatch_count_multiple

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig
@@ -24,7 +24,7 @@ from megatron_rl.planning.parameters import count_engine_bytes, list_chunks
 from megatron_rl.planning.role_layouts import DTYPE_BYTES
 from megatron_rl.planning.throughput import count_operations
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
+from megatron_rl.weights.megatron_layout import count_stage_layers, padded_vocab_size, stage_layers
 
 WITHIN, ACROSS = "within node", "across nodes"
 _WHOLE_LAYERS = ("full", "offload")  # recomputed ones
@@ -111,8 +111,8 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     # unless adapters freeze the model.
     is_recomputed = role.trainable and role.training.recompute_granularity in _WHOLE_LAYERS
     rounds = forwards + trainings * (2 + is_recomputed)
-    chunks = (stage_layers(shape.num_layers, pp, layout.vpp_size, pp_rank, chunk) for chunk in range(layout.vpp_size))
-    layers, mixtures = shape.num_layers / pp, sum(shape.has_experts(number) for chunk in chunks for number in chunk)
+    chunks = [stage_layers(shape.num_layers, layout, pp_rank, chunk) for chunk in range(layout.vpp_size)]
+    layers, mixtures = sum(map(len, chunks)), sum(shape.has_experts(number) for chunk in chunks for number in chunk)
     hidden = tokens * shape.hidden_size * itemsize
     extra = 0.5 * trainings if section.sequence_parallel and job.adapters_of(role) is None else 0.0
     # Once forward and once backward for embedding and head, on the first and last stage.
@@ -298,7 +298,7 @@ def predict_step(
     def compute(role: RoleSpec, rounds: float) -> float:
         """Return seconds of `rounds` forward passes over all tokens (a backward pass counts as two)."""
         length, layout = work.prompt_tokens + work.response_tokens, job.layout_of(role)
-        per_token = count_operations(job.shape_of(role), length, layout.pp_size)
+        per_token = _count_slowest(job.shape_of(role), length, layout)
         operations = rounds * work.tokens * per_token / layout.world_size
         return operations / (job.cluster.flops * assumed.mfu) * (1 + compute_bubble(work, layout, role.settings))
 
@@ -336,12 +336,21 @@ def predict_step(
     return StepTime(phases, compute_bubble(work, job.layout, actor), overlap)
 
 
+def _count_slowest(shape: ModelShape, length: float, layout: ParallelLayout) -> float:
+    """Count the operations per token of the stage with the most, which the others wait for, times the stages."""
+    layers = count_operations(replace(shape, has_score_head=True), length)
+    head, per_layer = count_operations(shape, length) - layers, layers / shape.num_layers
+    counts = [count_stage_layers(shape.num_layers, layout, stage) for stage in range(layout.pp_size)]
+    return layout.pp_size * max(max(counts) * per_layer, counts[-1] * per_layer + head)
+
+
 def _find_host_seconds(
     job: Job, work: Workload, role: RoleSpec, passes: int, assumed: Assumptions
 ) -> tuple[float, float]:
     """Return the host's seconds to launch a role's updates, and those of copies of layers' inputs."""
     section, layout, shape = role.training, job.layout_of(role), job.shape_of(role)
-    layers, least, moved = shape.num_layers / layout.pp_size, 0.0, 0.0
+    counts = [count_stage_layers(shape.num_layers, layout, stage) for stage in range(layout.pp_size)]
+    layers, least, moved = max(counts), 0.0, 0.0
     if section.step_mode != "graph":
         microbatches = work.optimizer_steps * count_step_microbatches(work, layout, section)
         least = (

@@ -97,6 +97,7 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
         super().__init__()
         as_we_call_it = dict(return_dict=True, output_hidden_states=False, output_attentions=False)
         config = AutoConfig.from_pretrained(spec.model_path, local_files_only=True, **as_we_call_it)
+        vars(config).pop("quantization_config", None)  # weights arrive decoded
         with keep_random_streams():
             self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype)).eval()
         self._model.to(spec.process.device).requires_grad_(False)

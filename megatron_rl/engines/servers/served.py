@@ -114,6 +114,10 @@ class ServedEngine(EngineWeights):
             for path in sorted(Path(self._spec.model_path).iterdir()):
                 if path.is_file() and not path.name.endswith(_IS_WEIGHTS):
                     shutil.copyfile(path, directory / path.name)
+            config = directory / "config.json"
+            described = json.loads(config.read_bytes()) if config.is_file() else {}
+            if described.pop("quantization_config", None):  # weights were decoded when they were read
+                config.write_text(json.dumps(described, indent=2))
             boxes = enumerate(huggingface_placements(self._spec.shape))  # distributed as in `placements`
             files = {box.param: _name_file(number % self._width, self._width) for number, box in boxes}
             index = {"metadata": {}, "weight_map": files}

@@ -101,6 +101,8 @@ class VllmEngine:
         self._routes: RouteRecorder | None = None
         if spec.route_shape is not None:
             self._routes = RouteRecorder(worker.get_model(), worker.model_runner, spec.route_shape)
+        self._absorbing = list_absorbing(worker.get_model())
+        self._dtype = getattr(torch, spec.dtype)
         self._packed_experts = find_packed_experts(worker.get_model(), spec.process.device)
         check_placements(
             self.placements(spec.process.rank),
@@ -126,7 +128,12 @@ class VllmEngine:
                 self.slots.clear()
 
     def end_weight_update(self) -> None:
-        """Pack fused experts for the CPU kernel, reallocate the KV cache, reset the prefix cache."""
+        """Bring derived weights up to date, reallocate the KV cache, reset the prefix cache.
+
+        These are fused experts in the order of the CPU kernel, and products of latent attention.
+        """
+        for module in self._absorbing:
+            module.process_weights_after_loading(self._dtype)  # writes in place, where CUDA graphs read
         for param, instructions in self._packed_experts:
             pack_experts(param, instructions)
         if self._can_sleep and self._llm.llm_engine.is_sleeping():
@@ -419,13 +426,24 @@ def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tu
 
 def list_params(model: torch.nn.Module, shape: ModelShape, tp_rank: int) -> dict[str, torch.Tensor]:
     """Return vLLM's parameters by name, with a matrix per expert, without adapters."""
-    params = split_experts({name.replace(".base_layer.", "."): p.data for name, p in model.named_parameters()})
+    derived = {id(p) for module in list_absorbing(model) for p in module.parameters(recurse=False)}
+    named = {name.replace(".base_layer.", "."): p.data for name, p in model.named_parameters() if id(p) not in derived}
+    if shape.latent is not None:
+        from megatron_rl.weights.special_parts import split_latents
+
+        named = split_latents(named, shape.latent)
+    params = split_experts(named)
     if not is_packed(shape):
         return params
     if tp_rank:  # results are summed over TP ranks: only the first one has this bias
         for name in [name for name in params if ".w2_bias." in name]:
             params.pop(name).zero_()
     return split_turns(params)
+
+
+def list_absorbing(model: torch.nn.Module) -> list[Any]:
+    """Return vLLM's modules that keep up-projections in another form (`W_UK_T`, `W_UV`): latent attention."""
+    return [module for module in model.modules() if hasattr(module, "W_UK_T")]
 
 
 class _PagedAttention:

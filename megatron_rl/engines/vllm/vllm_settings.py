@@ -16,6 +16,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.model_config import read_json
 from megatron_rl.weights.rollout_layout import LARGEST_RANK
 
 if TYPE_CHECKING:  # a dry run imports no torch
@@ -26,6 +27,7 @@ CODED_METHOD = "megatron_rl"  # name of 8-bit matrices in vLLM's registry
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts; placement tables have no padding there
 CPU_BLOCK_SIZE = 32
+_CPU_LATENT_BLOCK_SIZE = 16
 _MODES_ON_CPU: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False, "model_runner": "v1"}
 _MAX_CPU_CACHE_BYTES = 1 << 30
 _CPU_STEP_TOKENS = 4096  # vLLM's default
@@ -66,9 +68,17 @@ def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
     runner = fit_to_device(spec.config, spec.process.device, spec.records_routes).model_runner
     return {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
-        # MLA caches products of weights, which a weight update would leave stale.
-        "VLLM_MLA_DISABLE": "1" if spec.shape.latent is not None else "0",
+        "VLLM_MLA_DISABLE": "1" if spec.shape.latent is not None and not caches_latents(spec) else "0",
     }
+
+
+def caches_latents(spec: EngineSpec) -> bool:
+    """Return whether vLLM caches latents."""
+    if spec.shape.latent is None:
+        return False
+    from megatron_rl.weights.special_parts import has_latent_cache
+
+    return has_latent_cache(spec.shape.latent, spec.config, spec.dtype, is_gpu=spec.process.device.type == "cuda")
 
 
 def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -96,8 +106,8 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         arguments["quantization"] = CODED_METHOD
     if spec.shape.latent is not None:  # transformers hard-codes these; vLLM defaults to DeepSeek-V2's
         arguments["hf_overrides"] = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_router_dtype="float32")
-    if FAMILIES[spec.shape.family].has_sinks:  # weights arrive decoded
-        arguments["hf_overrides"] = dict(quantization_config=None)
+    if _is_encoded(spec.model_path):  # weights arrive decoded
+        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | dict(quantization_config=None)
     if FAMILIES[spec.shape.family].image_text is not None:
         arguments["hf_overrides"] = partial(_take_text_part, spec.shape)
     if adapters := spec.adapters:
@@ -112,19 +122,27 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
     else:
         arguments |= dict(
-            block_size=CPU_BLOCK_SIZE,
+            block_size=_CPU_LATENT_BLOCK_SIZE if caches_latents(spec) else CPU_BLOCK_SIZE,
             kv_cache_memory_bytes=cpu_cache_bytes(spec),
             enable_chunked_prefill=False,
             max_num_batched_tokens=max(_CPU_STEP_TOKENS, longest),
         )
+        if caches_latents(spec):
+            arguments["attention_backend"] = "CPU_MLA"  # AMX's takes bfloat16, and empties the weights
         if config.bitwise or spec.shape.latent is not None:  # the C++ kernel misreads strided views of heads
             arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     return arguments | config.engine_options
 
 
+def _is_encoded(model_path: str) -> bool:
+    file = Path(model_path) / "config.json"
+    return file.is_file() and "quantization_config" in read_json(file, "take the file from the model again")
+
+
 def _take_text_part(shape: ModelShape, config: Any) -> Any:
     """Reduce an image-text config to its text part."""
     config = config.get_text_config()
+    config.quantization_config = None
     config.architectures = [FAMILIES[shape.family].architecture]
     config.tie_word_embeddings = shape.tied_embeddings
     return config
@@ -214,6 +232,8 @@ def cpu_cache_bytes(spec: EngineSpec) -> int:
     itemsize = 4 if spec.dtype == "float32" else 2
     kv_heads = max(1, shape.num_kv_heads // spec.config.tensor_model_parallel_size)
     per_token = 2 * shape.num_layers * kv_heads * shape.head_dim * itemsize
+    if shape.latent is not None and caches_latents(spec):
+        per_token = shape.num_layers * shape.latent.cached * itemsize
     length = spec.max_prompt_length + spec.max_response_length
     blocks = -(-length // CPU_BLOCK_SIZE) * CPU_BLOCK_SIZE
     wanted = per_token * blocks * (spec.config.max_num_seqs + 1)
