@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spans of a run with episodes and tools: received by a collector over OTLP, and written as a file for Perfetto.
 
-Not covered: gRPC, and a look at the file in Perfetto.
+Not covered: a look at the file in Perfetto.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.config.schema import ActorConfig, ModelConfig, RunConfig
 from megatron_rl.config.sections import DataConfig, ObservabilityConfig
 from megatron_rl.observability.metrics import read_metrics
+from megatron_rl.observability.spans import Spans
 from megatron_rl.types import UserError
 from rl_runs import overrides_for, train
 
 otlp = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+otlp_services = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc")
 
 ENVIRONMENT = """
 import time
@@ -84,6 +87,37 @@ def collector() -> Iterator[Collector]:
     server.server_close()
 
 
+def test_spans_by_grpc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second transport of OpenTelemetry: the same spans, with the same ids."""
+    grpc, stubs = pytest.importorskip("grpc"), otlp_services
+    received: list[Any] = []
+
+    class Service(stubs.TraceServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:
+            received.extend(s for r in request.resource_spans for scope in r.scope_spans for s in scope.spans)
+            return otlp.ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    stubs.add_TraceServiceServicer_to_server(Service(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+    spans = Spans(tmp_path, ObservabilityConfig(traces="otlp"), 0, 7, lambda mine: [mine])
+    step = spans.begin("step", 1.0, 4)
+    update = spans.begin("update", 2.0, 4)
+    spans.end(update, 2.5)
+    spans.end(step, 3.0)
+    spans.flush()
+    spans.close()
+    server.stop(1).wait()
+    assert [(span.name, span.end_time_unix_nano - span.start_time_unix_nano) for span in received] == [
+        ("update", 500_000_000),
+        ("step", 2_000_000_000),
+    ]
+    assert received[0].parent_span_id == received[1].span_id
+
+
 def play(task: Path, run: Path, *overrides: str) -> list[dict[str, Any]]:
     """The records of a run of two ranks without what depends on the machine."""
     assert run_ranks(train, 2, overrides_for(task, run, *RUN, "trainer.log_rollouts=-1", *overrides)) == [None, None]
@@ -106,14 +140,15 @@ def without_machine(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_spans_of_a_run(
     task: Path, tmp_path: Path, vllm_imported: None, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run equals the one without spans; spans have its phases' names, parents and seconds; files nest."""
+    """The run equals the one that nothing watches; spans have its phases' names, parents and seconds; files nest."""
     (tmp_path / "looks.py").write_text(ENVIRONMENT)
     looks = (f"agents.environment={tmp_path}/looks.py:Looks", f"agents.max_turns={TURNS}")
     plain = play(task, tmp_path / "plain", *looks)
     assert not (tmp_path / "plain/traces").exists() and not collector.spans
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_address[1]}")
     traced = ("observability.traces=otlp", "observability.trace_steps=[2]", "trainer.profile_steps=[2]")
-    records = play(task, tmp_path / "traced", *looks, *traced)
+    watched = ("observability.explain=true", "observability.status_port=0", "trainer.max_silent_steps=9")
+    records = play(task, tmp_path / "traced", *looks, *traced, *watched)
     assert without_machine(records) == without_machine(plain)
     rollouts = [(tmp_path / run / "rollouts/step_2.jsonl").read_text() for run in ("plain", "traced")]
     assert rollouts[0] == rollouts[1]
