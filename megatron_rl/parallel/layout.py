@@ -50,6 +50,7 @@ class ParallelLayout:
     shard_size: int | None = None  # CP and DP ranks that hold the parameters together under ZeRO-3; all if `None`
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "chunk_layers", tuple(self.chunk_layers))  # a list in the manifest of a checkpoint
         model = self.tp_size * self.pp_size * self.cp_size
         sizes = (self.world_size, self.tp_size, self.pp_size, self.cp_size, self.vpp_size, self.ep_size)
         if min(sizes) < 1 or self.world_size % model:
