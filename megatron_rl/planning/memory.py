@@ -249,8 +249,8 @@ def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False
 
 
 def _find_largest_matrix(job: Job, rank: int, role: RoleSpec) -> int:
-    """Return bytes of the largest NF4 matrix of a role, dequantized while it is used or moved."""
-    if not role.is_quantized:
+    """Return bytes of the largest NF4 matrix of a rank's part of a role, dequantized while it is used or moved."""
+    if not role.is_quantized or rank not in job.layout_of(role).ranks:
         return 0
     return _count_largest(job.shape_of(role), job.layout_of(role), rank) * DTYPE_BYTES[job.config.model.dtype]
 
