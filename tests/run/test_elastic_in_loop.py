@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -175,8 +176,13 @@ def test_other_losses_change_nothing(task: Path, tmp_path: Path, longer: Path, w
     assert_equal(longer, run_dir)
     lost_in_all = read_records(run_dir)[-1]["engines/lost"]
     assert lost_in_all == (what != "leaves")
-    words = {"raises": "(ZeroDivisionError: planted)", "sleeps": "(silence)", "leaves": "leaves and gives back 16"}
-    assert words.get(what, "s after a loss") in read_front(run_dir)
+    # An engine leaves after the step under way, which may have finished all of its responses.
+    words = {
+        "raises": r"\(ZeroDivisionError: planted\)",
+        "sleeps": r"\(silence\)",
+        "leaves": r"leaves and gives back \d+ ",
+    }
+    assert re.search(words.get(what, "s after a loss"), read_front(run_dir))
 
 
 def enter(host: Host) -> None:
