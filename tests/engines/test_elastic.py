@@ -158,7 +158,7 @@ def test_one_member_gets_all_requests_at_once_and_in_order(front: Front, tmp_pat
     assert keys_of(player.requests()) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("reason", ["closed", "failed", "silent"])
+@pytest.mark.parametrize("reason", ["closed", "failed", "silent", "unreadable"])
 def test_a_loss_repeats_requests(front: Front, tmp_path: Path, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     """Each is answered once, with its seed; a later answer of the lost member is not taken."""
     front.end_weight_update()
@@ -172,6 +172,8 @@ def test_a_loss_repeats_requests(front: Front, tmp_path: Path, reason: str, capl
         lost.link.end()
     elif reason == "failed":
         lost.link.send("failed", "ZeroDivisionError: by zero")
+    elif reason == "unreadable":
+        lost.link.send_tensor(torch.frombuffer(bytearray(b"cno_module\nname\n."), dtype=torch.uint8))
     began = time.monotonic()
     while len(front._members) > 1:
         other.link.send("beat", 0)
@@ -188,8 +190,9 @@ def test_a_loss_repeats_requests(front: Front, tmp_path: Path, reason: str, capl
     other.answer(repeated)
     assert collect(front, 3) == [2, 4, 6] and keys_of(other.requests()) == [7]
     assert front.describe() == {"engines/members": 1, "engines/lost": 1, "engines/seconds_to_rejoin": 0}
-    words = {"closed": "the connection was closed", "failed": "by zero", "silent": "silence"}[reason]
-    assert f"{words}): its 3 requests are repeated" in caplog.text
+    words = {"closed": "the connection was closed", "failed": "by zero", "silent": "silence"}
+    words |= {"unreadable": "No module named 'no_module'"}
+    assert f"{words[reason]}): its 3 requests are repeated" in caplog.text
     again = Player(tmp_path, front)
     assert 0 < front.describe()["engines/seconds_to_rejoin"] < 10
     front.add(REQUESTS[:1])

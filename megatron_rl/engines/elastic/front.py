@@ -138,7 +138,9 @@ class Front(EngineWeights):
                     member.beat(message[1])
                 else:
                     self._news.put((member, message))
-        except FAILURES as failure:
+        except Exception as failure:
+            if not isinstance(failure, FAILURES):
+                _log.exception("the connection of an engine on %s failed", host)
             if member is not None:
                 self._news.put((member, ("lost", describe_failure(failure))))
         finally:
