@@ -83,7 +83,7 @@ def test_no_loss_changes_nothing(task: Path, tmp_path: Path, undisturbed: Path) 
 
 
 def wait_for_engines(front: Front, count: int) -> None:
-    """Wait until so many serve."""
+    """Wait until `count` engines serve."""
     deadline = time.monotonic() + 30
     while sum(member.is_ready for member in front._members) < count:
         assert time.monotonic() < deadline, "an engine has not joined"
@@ -280,9 +280,9 @@ def test_vllm_outside_of_the_job(task: Path, tmp_path: Path, vllm_imported: None
 
 @pytest.mark.slow
 def test_an_engine_of_two_ranks(task: Path, tmp_path: Path, vllm_imported: None) -> None:
-    """Each rank fetches its shards; greedy tokens are those of one rank, and losses of the engine are repeated."""
-    greedy = ("rollout.temperature=1.0", "data.validation_files=[]")
-    one, two = (*VLLM, *greedy, *ELASTIC), (*VLLM, *greedy, *ELASTIC, "rollout.tensor_model_parallel_size=2")
+    """Each rank fetches its shards, and the first step draws the tokens of an engine of one rank."""
+    settings = ("rollout.temperature=1.0", "data.validation_files=[]")
+    one, two = (*VLLM, *settings, *ELASTIC), (*VLLM, *settings, *ELASTIC, "rollout.tensor_model_parallel_size=2")
     with engines(tmp_path / "one", 1, import_engine):
         run(task, tmp_path / "one", *one)
     ranks = start_ranks(tmp_path / "two", 2, import_engine, find_free_port())

@@ -11,7 +11,7 @@
 
 Each job loses one of its engines in generation, at an update of the weights, in a checkpoint or as it joins; by
 kill -9, by a suspension for twice the limit, or by an exception. A lost engine is started again. A job passes if it
-ends with status 0 and its rollouts and metrics equal those of a job that lost nothing, bit for bit. Job (one rank) and
+ends with status 0 and its rollouts and metrics equal an undisturbed job's, bit for bit. Job (one rank) and
 engines are forks of this process, so that a start takes no imports. The soak measures the front's process after each
 step.
 """

@@ -68,7 +68,7 @@ class Link:
         self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(1e6 * rest)))
 
     def limit_silence(self, seconds: float) -> None:
-        """Let `receive` fail after so many seconds without a byte; 0 for never."""
+        """Set the seconds without a byte after which `receive` fails; 0 for never."""
         self._limit(socket.SO_RCVTIMEO, seconds)
 
     def send(self, *message: Any) -> None:
@@ -117,7 +117,7 @@ def describe_failure(error: BaseException) -> str:
 
 
 class Address(NamedTuple):
-    """Where a run listens, and its key."""
+    """Address of the listener of a run, and its key."""
 
     host: str  # name
     addresses: list[str]  # IPv4, of every network interface
