@@ -444,8 +444,8 @@ def _check_routes(config: CheckedConfig) -> None:
         hint=f"set {trainer}, or rollout.engine={name_engines('routes')}",
     )
     if config.supports("vllm_modes"):
-        for leaf, needed in (("enforce_eager", True), ("async_scheduling", False), ("model_runner", "v1")):
-            why = "with actor.router_replay = 'engine': routers are listened to in each forward"
+        for leaf, needed in (("async_scheduling", False), ("model_runner", "v1")):
+            why = "with actor.router_replay = 'engine': expert choices are read after each forward of the first runner"
             if config.get(f"rollout.{leaf}") not in (None, "auto"):
                 config.allow(f"rollout.{leaf}", needed, why, trainer)
 

@@ -73,7 +73,13 @@ class VllmEngine:
         shareable, shared = spec.shareable(self.placements(spec.process.rank)), set[str]()
         if spec.process.device.type == "cpu":  # packing in place would corrupt the actor's experts
             shareable = {name: tensor for name, tensor in shareable.items() if ".experts." not in name}
-        register_loader(lambda model: shared.update(share_params(dict(model.named_parameters()), shareable)))
+        self._routes: RouteRecorder | None = None
+
+        def bind(model: torch.nn.Module) -> None:
+            shared.update(share_params(dict(model.named_parameters()), shareable))
+            self._routes = None if spec.route_shape is None else RouteRecorder(model, spec.route_shape)
+
+        register_loader(bind)
         os.environ |= list_engine_environment(spec)
         with keep_random_streams(), own_world(spec, import_module("vllm.distributed.parallel_state")):
             self._llm = vllm.LLM(**list_engine_arguments(spec))
@@ -98,9 +104,8 @@ class VllmEngine:
             make_batch_invariant(worker.get_model(), worker.model_runner.sampler, columns)
         self._runner = worker.model_runner if records_kept_sets(spec) else None
         self._kept: KeptSetRecorder | None = None  # from the first truncated request on
-        self._routes: RouteRecorder | None = None
-        if spec.route_shape is not None:
-            self._routes = RouteRecorder(worker.get_model(), worker.model_runner, spec.route_shape)
+        if self._routes is not None:
+            self._routes.follow(worker.model_runner)
         self._absorbing = list_absorbing(worker.get_model())
         self._dtype = getattr(torch, spec.dtype)
         self._packed_experts = find_packed_experts(worker.get_model(), spec.process.device)

@@ -9,8 +9,8 @@
 With the v1 model runner it also records the sets that tokens are drawn from, and the experts of tokens. Truncation is
 our own definition, applied before vLLM's sampler. A request carries its limits in `SamplingParams.extra_args`. Sets are
 stored by request and position, so that the set of a token discarded by chunked prefill or preemption is overwritten.
-Hooks on the routers record routes, which vLLM itself returns only with the v2 model runner. Routes are stored per
-KV-cache block, for prefix-cache hits, and per request, for preemption.
+Routes are read from vLLM's own buffer, which only its v2 model runner returns, and are stored per KV-cache block, for
+prefix-cache hits, and per request, for preemption.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -351,19 +350,29 @@ class KeptSetRecorder:
 
 
 class RouteRecorder:
-    """A recorder of routes (the experts chosen for each token), by hooks on routers and on the v1 model runner."""
+    """A recorder of the experts chosen for each token (routes), which routers leave in a buffer of vLLM.
 
-    def __init__(self, model: torch.nn.Module, runner: Any, shape: RouteShape) -> None:
-        self._batch, self._shape = runner.input_batch, shape
-        self._step: dict[int, torch.Tensor] = {}  # layer -> experts of the current forward's rows
+    Graphs write it too if it is made before they are captured; making it needs vLLM's current config.
+    """
+
+    def __init__(self, model: torch.nn.Module, shape: RouteShape) -> None:
+        from vllm.config import get_current_vllm_config
+        from vllm.model_executor.layers.fused_moe import routed_experts_capturer as capturing
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        config = get_current_vllm_config()
+        self._buffer = capturing.RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
+        capturing.bind_routed_experts_capturer(model, self._buffer)
+        self._layers = [module.layer_id for module in model.modules() if isinstance(module, MoERunner)]
+        assert len(self._layers) == shape.layers, f"{len(self._layers)} routers in {shape.layers} layers"
+        self._shape = shape
         self._routes: dict[str, np.ndarray] = {}  # by request; allocated for its maximum length
         self._known: dict[str, int] = {}  # by request: number of leading tokens with routes
         self._blocks: dict[int, np.ndarray] = {}  # by number of the KV-cache block
-        modules: list[Any] = [*model.modules()]
-        routers = [module.router for module in modules if hasattr(getattr(module, "router", None), "set_capture_fn")]
-        assert len(routers) == shape.layers, f"{len(routers)} routers in {shape.layers} layers"
-        for layer, router in enumerate(routers):
-            router.set_capture_fn(partial(self._capture, layer))
+
+    def follow(self, runner: Any) -> None:
+        """Collect the routes of each forward of a v1 model runner."""
+        self._batch = runner.input_batch
         self._execute, runner.execute_model = runner.execute_model, self._execute_and_collect
 
     def expect(self, name: str, request: Request) -> None:
@@ -380,16 +389,12 @@ class RouteRecorder:
         """Drop the recorded expert choices of all requests and KV-cache blocks."""
         self._routes, self._known, self._blocks = {}, {}, {}
 
-    def _capture(self, layer: int, experts: torch.Tensor) -> None:
-        self._step[layer] = experts.clone()
-
     def _execute_and_collect(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
-        self._step.clear()
         result = self._execute(scheduled, *arguments, **options)
-        if not self._step:
+        if not scheduled.total_num_scheduled_tokens:
             return result
-        experts = torch.stack([self._step[layer] for layer in range(self._shape.layers)], 1)
-        rows = experts.cpu().numpy().astype(self._shape.dtype)  # [rows, layers, choices], request by request
+        experts = self._buffer.snapshot_routing_data(scheduled.total_num_scheduled_tokens).cpu().numpy()
+        rows = experts[:, self._layers].astype(self._shape.dtype)  # [rows, layers, choices], request by request
         table, at = self._batch.block_table[0], 0
         for index, name in enumerate(self._batch.req_ids):
             first, count = int(self._batch.num_computed_tokens_cpu[index]), scheduled.num_scheduled_tokens[name]
