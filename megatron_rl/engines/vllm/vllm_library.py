@@ -358,7 +358,7 @@ class RouteRecorder:
     def __init__(self, model: torch.nn.Module, shape: RouteShape) -> None:
         from vllm.config import get_current_vllm_config
         from vllm.model_executor.layers.fused_moe import routed_experts_capturer as capturing
-        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
         config = get_current_vllm_config()
         self._buffer = capturing.RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
