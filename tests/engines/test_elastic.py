@@ -25,7 +25,7 @@ import torch
 
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engines.elastic.front import Front
+from megatron_rl.engines.elastic.front import Front, list_members
 from megatron_rl.engines.elastic.link import ADDRESS, FAILURES, Address, Link, as_bytes
 from megatron_rl.engines.elastic.member import EngineProcess
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, SamplingConfig
@@ -55,13 +55,15 @@ SHAPE = ModelShape(
 NORM = "model.norm.weight"
 SAMPLING = SamplingConfig(temperature=1.0, max_tokens=5, stop_token_ids=(2,))
 REQUESTS = [Request(key, np.arange(3, 9, dtype=np.int32), 100 + key, SAMPLING) for key in range(8)]
-ROOM, SILENT = 3, 0.6
+ROOM, SILENT, STUCK = 3, 0.6, 5.0
 
 
 @pytest.fixture
 def front(tmp_path: Path) -> Iterator[Front]:
     config, process = RolloutConfig(engine="hf", max_num_seqs=ROOM), Process(0, 1, 0, 1, torch.device("cpu"))
-    front = Front(EngineSpec(str(tmp_path), SHAPE, "float32", 40, 24, config, process, seed=0), tmp_path, SILENT, 0.3)
+    front = Front(
+        EngineSpec(str(tmp_path), SHAPE, "float32", 40, 24, config, process, seed=0), tmp_path, SILENT, 0.3, STUCK
+    )
     for number, param in enumerate(front.params.values()):
         param.fill_(number)
     yield front
@@ -176,7 +178,7 @@ def test_a_loss_repeats_requests(front: Front, tmp_path: Path, reason: str, capl
         lost.link.send_tensor(torch.frombuffer(bytearray(b"cno_module\nname\n."), dtype=torch.uint8))
     began = time.monotonic()
     while len(front._members) > 1:
-        other.link.send("beat", 0)
+        other.link.send("beat", 0, 0)
         assert front.step() == [] and time.monotonic() - began < 10
     assert time.monotonic() - began < (3 * SILENT if reason == "silent" else SILENT)
     with pytest.raises(FAILURES):  # noqa: PT012 - the first of two sends may still pass
@@ -198,6 +200,68 @@ def test_a_loss_repeats_requests(front: Front, tmp_path: Path, reason: str, capl
     front.add(REQUESTS[:1])
     front.step()
     assert keys_of(again.requests()) == [0]
+
+
+def test_a_member_that_hangs_is_lost(tmp_path: Path, front: Front, caplog: pytest.LogCaptureFixture) -> None:
+    """It has requests, and its heartbeats do not change; one whose tokens or steps are counted is kept."""
+    front.end_weight_update()
+    hanging, slow = Player(tmp_path, front), Player(tmp_path, front)
+    front.add(REQUESTS[:4])
+    front.step()
+    theirs, mine = hanging.requests(), slow.requests()
+    idle = Player(tmp_path, front)
+    hanging.link.send("beat", 7, 3)
+    slow.link.send("beat", 1, 0)
+    wait_for(front, lambda: [member.num_tokens for member in front._members] == [7, 1, 0])
+    front._stuck_seconds, began = 0.5, time.monotonic()
+    for count in range(3, 100):
+        with suppress(*FAILURES):
+            hanging.link.send("beat", 7, 3)
+        slow.link.send("beat", count // 2, count - count // 2)  # one or the other moves
+        idle.link.send("beat", 0, 0)
+        assert front.step() == [] and time.monotonic() - began < 10
+        if len(front._members) == 2:
+            break
+    assert [member.running.keys() for member in front._members] == [{1, 3}, {0, 2}]
+    assert "is lost (no progress in 0 s): its 2 requests are repeated" in caplog.text
+    with pytest.raises(FAILURES):
+        hanging.link.receive()
+    idle.answer(idle.requests())
+    slow.answer(mine)
+    assert sorted(collect(front, 4)) == [0, 1, 2, 3] and keys_of(theirs) == [0, 2]
+
+
+def test_members_are_listed(tmp_path: Path, front: Front) -> None:
+    """With weights, requests and silence; a loss until an engine makes it good; nothing without a front."""
+    front.end_weight_update()
+    player, lost = Player(tmp_path, front), Player(tmp_path, front)
+    front.add(REQUESTS[:3])
+    front.step()
+    serving = {"name": "engine player on 127.0.0.1", "state": "serves", "version": 1, "newest_version": 1}
+    found = list_members(tmp_path)
+    assert all(one.pop("silent_seconds") < 5 for one in found)
+    assert found == [serving | {"requests": 2}, serving | {"requests": 1}]
+    lost.link.end()
+    wait_for(front, lambda: len(front._members) == 1)
+    player.answer(player.requests())
+    collect(front, 2)
+    assert [(one["name"], one["state"]) for one in list_members(tmp_path)] == [
+        ("engine player on 127.0.0.1", "serves"),
+        ("engine player on 127.0.0.1", "lost"),
+    ]
+    link = Address.read(tmp_path).connect(5.0)
+    link.send("join", "new")
+    wait_for(front, lambda: len(front._members) == 2)
+    joining = list_members(tmp_path)[1]
+    assert (joining["state"], joining["version"], joining["requests"]) == ("joins", None, 0)
+    link.receive()
+    link.send("built", True)
+    wait_for(front, lambda: link.has_message(0.0))
+    link.send("loaded", 1)
+    wait_for(front, lambda: all(member.is_ready for member in front._members))
+    assert [one["state"] for one in list_members(tmp_path)] == ["serves", "serves"]
+    front.close()
+    assert list_members(tmp_path) == []
 
 
 def test_a_response_that_comes_twice_is_taken_once(front: Front, tmp_path: Path) -> None:

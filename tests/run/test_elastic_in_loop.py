@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,43 @@ def test_other_losses_change_nothing(task: Path, tmp_path: Path, longer: Path, w
         "leaves": r"leaves and gives back \d+ ",
     }
     assert re.search(words.get(what, "s after a loss"), read_front(run_dir))
+
+
+def hang_in_second_version(flag: Path) -> None:
+    """Let the first engine to sample from its second weights stop in the middle, while its heartbeats go on."""
+    real, versions = HuggingFaceEngine.step, []
+    load = EngineProcess._load
+
+    def note(engine: EngineProcess, version: int) -> None:
+        versions.append(version)
+        load(engine, version)
+
+    def step(engine: HuggingFaceEngine) -> Any:
+        sampled = real(engine)
+        if versions[-1] == 2:
+            with suppress(FileExistsError):
+                flag.mkdir()
+                time.sleep(14)
+        return sampled
+
+    EngineProcess._load, HuggingFaceEngine.step = note, step  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_is_lost(task: Path, tmp_path: Path, longer: Path) -> None:
+    """Two fifths of `trainer.collective_timeout` without progress; it joins again when it goes on."""
+    run_dir = tmp_path / "run"
+    settings = (*ELASTIC, "trainer.collective_timeout=25", "trainer.total_steps=3")
+
+    with engines(run_dir, 2, lambda: hang_in_second_version(tmp_path / "hangs")) as processes:
+        run(task, run_dir, *settings, prepare=disturb(lambda: None))
+        for process in processes:
+            process.join(20)
+        assert [process.exitcode for process in processes] == [0, 0]
+    assert_equal(longer, run_dir)
+    assert [record["engines/lost"] for record in read_records(run_dir)] == [0, 1, 1]
+    assert "is lost (no progress in 10 s): its 16 requests are repeated with equal seeds" in read_front(run_dir)
+    assert "s after a loss" in read_front(run_dir)
 
 
 def enter(host: Host) -> None:

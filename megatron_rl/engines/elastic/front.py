@@ -38,7 +38,7 @@ from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices
 
 _STEP_SECONDS = 0.05  # longest wait of a step for answers
 _REMINDER_SECONDS = 60.0  # between log lines about the absence of members
-_NAME_BYTES = 6
+_LIST_SECONDS = 2.0  # for an answer of the front to the status page
 _log = logging.getLogger(__name__)
 
 
@@ -50,22 +50,40 @@ def share_nothing(placements: Sequence[ShardBox]) -> Mapping[str, torch.Tensor]:
 class Member:
     """An engine outside of the job, as the front sees it."""
 
-    def __init__(self, title: str, link: Link) -> None:
-        self.title, self.link = title, link
+    def __init__(self, title: str, host: str, link: Link) -> None:
+        self.title, self.host, self.link = f"engine {title} on {host}", host, link
         self.running: dict[int, Request] = {}
         self.is_built = self.is_ready = False  # has its engine; has had weights
-        self.num_tokens = 0  # in flight, by its last heartbeat
+        self.version: int | None = None  # of its weights
+        self.num_tokens = self._progress = 0  # in flight, and the work done so far, by its last heartbeat
+        self.heard = self.moved = time.monotonic()  # times of its last message, and of its last progress
 
-    def beat(self, num_tokens: int) -> None:
+    def hear(self) -> None:
+        """Record that a message came."""
+        self.heard = time.monotonic()
+
+    def beat(self, num_tokens: int, progress: int) -> None:
         """Record a heartbeat."""
-        self.num_tokens = num_tokens
+        if (num_tokens, progress) != (self.num_tokens, self._progress):
+            self.moved = time.monotonic()
+        self.num_tokens, self._progress = num_tokens, progress
+
+    def give(self, request: Request) -> None:
+        """Record that a request goes to this member."""
+        if not self.running:
+            self.moved = time.monotonic()
+        self.running[request.key] = request
 
     def finish_build(self) -> None:
         """Record that the engine is built."""
         self.is_built = True
 
-    def finish_load(self) -> None:
-        """Record that the engine has weights."""
+    def finish_load(self, version: int) -> None:
+        """Record that the engine has a version of the weights."""
+        self.version = version
+
+    def begin_serving(self) -> None:
+        """Record that the engine has the present weights for the first time."""
         self.is_ready = True
 
 
@@ -76,11 +94,19 @@ class Front(EngineWeights):
         directory: run directory, in which members find the front.
         silent_seconds: time without a sign of life after which a member is lost.
         patience_seconds: how long unfinished requests wait for the first member.
+        stuck_seconds: time without progress after which a member that has requests is lost.
     """
 
-    def __init__(self, spec: EngineSpec, directory: Path, silent_seconds: float, patience_seconds: float) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        directory: Path,
+        silent_seconds: float,
+        patience_seconds: float,
+        stuck_seconds: float,
+    ) -> None:
         self._room, self._directory = spec.config.max_num_seqs, directory
-        self._silent_seconds, self._patience = silent_seconds, patience_seconds
+        self._silent_seconds, self._patience, self._stuck_seconds = silent_seconds, patience_seconds, stuck_seconds
         self._placements, dtype = huggingface_placements(spec.shape), getattr(torch, spec.dtype)
         self.params: Mapping[str, torch.Tensor] = {
             box.param: torch.zeros(box_shape(box.local_box), dtype=dtype, device=spec.process.device)
@@ -94,7 +120,8 @@ class Front(EngineWeights):
         self._finished: list[Sampled] = []
         self._homes: dict[int, Member] = {}  # key -> member that answered its last request with these weights
         self._news: queue.SimpleQueue[tuple[Member, tuple[Any, ...]]] = queue.SimpleQueue()
-        self._num_lost, self._losses, self._rejoin_seconds = 0, deque[float](), 0.0
+        self._num_lost, self._rejoin_seconds = 0, 0.0
+        self._losses = list[tuple[float, Member]]()  # that were not made good, with their times
         self._alone_since: float | None = None
         self._reminded = 0.0
         self._listener = socket.create_server(("", 0), backlog=128)
@@ -129,13 +156,17 @@ class Front(EngineWeights):
             if kind == "fetch":
                 self._send_weights(link, *what)
                 return
-            member = Member(f"engine {what[0]} on {host}", link)
+            if kind == "list":
+                link.send(self._list_members())
+                return
+            member = Member(what[0], host, link)
             link.send("spec", self._silent_seconds, hashlib.sha256(self._spec).hexdigest(), self._spec)
             self._news.put((member, ("joined",)))
             while True:
                 message = link.receive()
+                member.hear()
                 if message[0] == "beat":
-                    member.beat(message[1])
+                    member.beat(*message[1:])
                 else:
                     self._news.put((member, message))
         except Exception as failure:
@@ -145,6 +176,23 @@ class Front(EngineWeights):
                 self._news.put((member, ("lost", describe_failure(failure))))
         finally:
             link.close()
+
+    def _list_members(self) -> list[dict[str, Any]]:
+        """Describe members, and losses that were not made good, for `status.json`."""
+        now, updates = time.monotonic(), self._updates
+        found = [
+            {
+                "name": member.title,
+                "state": "serves" if member.is_ready else "joins",
+                "version": member.version,
+                "newest_version": updates,
+                "requests": len(member.running),
+                "silent_seconds": round(now - member.heard, 1),
+            }
+            for member in list(self._members)
+        ]
+        lost = [(member.title, round(now - when, 1)) for when, member in list(self._losses)]
+        return found + [{"name": title, "state": "lost", "silent_seconds": seconds} for title, seconds in lost]
 
     def _send_weights(self, link: Link, version: int, boxes: Sequence[tuple[str, Any]]) -> None:
         """Send the pieces (HF tensor, box) of a version, each announced, then their digest; stop if it is outdated."""
@@ -270,18 +318,21 @@ class Front(EngineWeights):
             if len(member.running) >= self._room:
                 break
             request = self._waiting.popleft()
-            member.running[request.key] = request
+            member.give(request)
             shares.setdefault(member, []).append(request)
         for member, requests in shares.items():
             self._tell(member, "add", requests)
 
     def _hear(self, seconds: float) -> None:
-        """Take messages that have arrived, or the first that arrives within a time."""
+        """Take messages that have arrived, or the first that arrives within a time; then lose members that hang."""
         with contextlib.suppress(queue.Empty):
             news = self._news.get(timeout=seconds) if seconds else self._news.get_nowait()
             while True:
                 self._take(news[0], *news[1])
                 news = self._news.get_nowait()
+        latest = time.monotonic() - self._stuck_seconds
+        for member in [member for member in self._members if member.running and member.moved < latest]:
+            self._lose(member, f"no progress in {self._stuck_seconds:.0f} s")
 
     def _take(self, member: Member, kind: str, *what: Any) -> None:
         if kind == "joined":
@@ -299,6 +350,7 @@ class Front(EngineWeights):
             if self._version is not None:
                 self._tell(member, "weights", self._version)
         elif kind == "loaded":
+            member.finish_load(what[0])
             if not member.is_ready and what[0] == self._version:
                 self._welcome(member)
         elif kind == "leaves":
@@ -309,10 +361,12 @@ class Front(EngineWeights):
             self._lose(member, what[0])
 
     def _welcome(self, member: Member) -> None:
-        member.finish_load()
+        member.begin_serving()
         self._alone_since, after = None, ""
-        if self._losses:
-            self._rejoin_seconds = time.monotonic() - self._losses.popleft()
+        if self._losses:  # of its own host, if there is one
+            loss = next((loss for loss in self._losses if loss[1].host == member.host), self._losses[0])
+            self._losses.remove(loss)
+            self._rejoin_seconds = time.monotonic() - loss[0]
             after = f", {self._rejoin_seconds:.1f} s after a loss"
         _log.info("%s serves version %s of the weights%s", member.title, self._version, after)
 
@@ -327,7 +381,7 @@ class Front(EngineWeights):
             return
         if member.is_ready:
             self._num_lost += 1
-            self._losses.append(time.monotonic())
+            self._losses.append((time.monotonic(), member))
         text = "%s is lost (%s): its %d requests are repeated with equal seeds; it may join again"
         _log.warning(text, member.title, reason, len(member.running))
         self._remove(member)
@@ -363,9 +417,23 @@ class Front(EngineWeights):
 
 def choose_front(schedule: ScheduleConfig, trainer: TrainerConfig) -> Callable[[EngineSpec], Front]:
     """Return the constructor of a run's front."""
-    # Ranks that wait for the front's samples would otherwise report a stall before it reports the reason.
-    patience = 0.8 * trainer.collective_timeout
-    return lambda spec: Front(spec, Path(str(trainer.run_dir)), schedule.silent_seconds, patience)
+    # Ranks that wait for the front's samples would otherwise report a stall before it reports the reason. An engine
+    # that hangs must be lost early enough for the others to repeat its requests.
+    limit, run_dir = trainer.collective_timeout, Path(str(trainer.run_dir))
+    return lambda spec: Front(spec, run_dir, schedule.silent_seconds, 0.8 * limit, 0.4 * limit)
+
+
+def list_members(directory: Path) -> list[dict[str, Any]]:
+    """Return the engines of the run in `directory` for its status page; none while its front does not answer."""
+    try:
+        link = Address.read(directory).connect(_LIST_SECONDS)
+        try:
+            link.send("list")
+            return link.receive()[0]
+        finally:
+            link.close()
+    except (ValueError, TypeError, *FAILURES):
+        return []
 
 
 def _pack_spec(spec: EngineSpec) -> bytes:

@@ -52,6 +52,7 @@ class EngineProcess:
         self._engine: BuiltEngine | None = None
         self._dtype, self._digest = torch.float32, ""  # of the weights, and of the inputs that it was built from
         self._running = set[int]()  # keys of requests
+        self._progress = 0  # steps of the engine and tensors fetched
         self._silent_seconds = _CONNECT_SECONDS
         self._leaving = threading.Event()
 
@@ -92,7 +93,9 @@ class EngineProcess:
                 return False
             self._act(kind, *what)
         if self._engine is not None and self._engine.requests.has_requests():
-            self._deliver(self._engine.requests.step())
+            sampled = self._engine.requests.step()
+            self._progress += 1
+            self._deliver(sampled)
         return True
 
     # The first rank's connection.
@@ -163,7 +166,8 @@ class EngineProcess:
             link, engine = self._link, self._engine
             with contextlib.suppress(*FAILURES):
                 if link is not None:
-                    link.send("beat", 0 if engine is None else engine.requests.tokens_in_flight())
+                    num_tokens = 0 if engine is None else engine.requests.tokens_in_flight()
+                    link.send("beat", num_tokens, self._progress)
             time.sleep(min(self._silent_seconds / _BEATS, 1.0))
 
     # Messages, on every rank.
@@ -243,6 +247,7 @@ class EngineProcess:
                 link.receive_into(piece)
                 target[box_slices(box.local_box)].copy_(piece)
                 digest.update(as_bytes(target[box_slices(box.local_box)].to("cpu", dtype).contiguous()))
+                self._progress += 1
             if link.receive()[0] != digest.digest():
                 raise RuntimeError(f"version {version} of the weights did not arrive whole")
         finally:

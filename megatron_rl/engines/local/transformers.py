@@ -65,6 +65,10 @@ class _SeededGumbel(LogitsProcessor):
             return scaled
         return add_gumbel_noise(scaled, self._generators)
 
+    def count_tokens(self) -> int:
+        """Count the tokens sampled so far."""
+        return len(self.logprobs) * len(self._requests)
+
 
 def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
     """Return float32 log-probs [..., v] to about 3e-6.
@@ -104,6 +108,7 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
         self._placements = huggingface_placements(spec.shape)
         self._batch_size, self._device = spec.config.max_num_seqs, spec.process.device
         self._bitwise, self._stop = spec.config.bitwise, spec.stop
+        self._running: _SeededGumbel | None = None  # sampler of the batch that runs
         self._route_shape, self._chosen = spec.route_shape, list[torch.Tensor]()  # experts by forward and layer
         if spec.route_shape is not None:  # record the experts [b * s, choices] of each router
             named, layers = self._model.named_modules(), spec.route_shape.layers
@@ -168,7 +173,7 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
             ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
             mask[row, width - len(prompt) :] = 1
         after = [self._score(request) for request in batch]
-        sampler = _SeededGumbel(batch, self._bitwise)
+        sampler = self._running = _SeededGumbel(batch, self._bitwise)
         has_stops = self._stop or any(request.extras and request.extras.stop for request in batch)
         stopping = _Stopping(self._stop, batch, width) if has_stops else None
         output = self._model.generate(
@@ -181,6 +186,7 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
             logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([stopping] if stopping else []),
         )
+        self._running = None
         tokens = output[:, width:].cpu()  # [b, s]
         whole = torch.stack(sampler.logprobs, 1)  # [b, s, v]
         picked = whole.cpu().gather(2, tokens[..., None])[..., 0]  # [b, s]
@@ -195,6 +201,11 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
                 found[row] = replace(one, scores=scores)
         spans = [(width - len(prompt), width + len(one.tokens)) for one, prompt in zip(found, prompts, strict=True)]
         return [replace(one, routes=part) for one, part in zip(found, self._take_routes(spans), strict=True)]
+
+    def tokens_in_flight(self) -> int:
+        """Count the tokens of the batch that runs; of responses that have ended, its padding too."""
+        running = self._running  # another thread may end it
+        return 0 if running is None else running.count_tokens()
 
     @staticmethod
     def _cut(
