@@ -72,6 +72,8 @@ REMEDIES = {
     "components": "Compare responses from before and after in the viewer, and change the weights of the components.",
     "dead-experts": "Set actor.router_bias_rate where routers have biases, and look at moe/max_load.",
     "critic": "Raise trainer.critic_warmup, or look at value/grad_norm and critic.lr.",
+    "engines": "Start the lost engines again; the log has the reason of each loss. If they were only slow, raise "
+    "schedule.silent_seconds.",
     "failures": "Read the first traceback in logs/rank<N>.log, and correct the environment or the service.",
 }
 
@@ -109,6 +111,7 @@ class StatusPage(Sink):
         self._samples: dict[str, Any] = {"step": None, "rows": []}
         self._alarms: list[dict[str, Any]] = []
         self._places: list[dict[str, Any]] = []
+        self._list_members: Callable[[], list[dict[str, Any]]] = list
         self._updates = 0
         self._state = {"name": "running", "text": ""}
         self._log_size = log.stat().st_size if log is not None and log.exists() else 0
@@ -138,13 +141,20 @@ class StatusPage(Sink):
         for record in records:
             self._add(step_of(record), record)
 
-    def place(self, roles: Mapping[str, Any], engines: Sequence[Sequence[int]], updates: int) -> None:
-        """Set the map of ranks, and the optimizer steps of a step.
+    def place(
+        self,
+        roles: Mapping[str, Any],
+        engines: Sequence[Sequence[int]],
+        updates: int,
+        list_members: Callable[[], list[dict[str, Any]]] = list,
+    ) -> None:
+        """Set the map of ranks and of engines outside the job, and the optimizer steps of a step.
 
         Args:
             roles: `RoleInputs` by name.
             engines: ranks of each rollout engine.
             updates: optimizer steps of a step.
+            list_members: returns the engines outside the job; called for each response.
         """
         found: dict[int, dict[str, str]] = {}
         for role in roles.values():
@@ -158,7 +168,7 @@ class StatusPage(Sink):
             for place, rank in enumerate(members):
                 found.setdefault(rank, {})[f"engine {number}"] = f"tp{place}" if len(members) > 1 else ""
         self._places = [{"rank": rank, "roles": found[rank]} for rank in sorted(found)]
-        self._updates = updates
+        self._updates, self._list_members = updates, list_members
 
     def log(self, step: int, record: Record) -> None:
         """Append the metrics of a step to the curves, and write the file."""
@@ -211,6 +221,7 @@ class StatusPage(Sink):
             "warnings": read_warnings(self._log, _NUM_WARNINGS) if self._log else [],
             "ranks": self._ranks.look(),
             "places": self._places,
+            "members": self._list_members(),
             "all_updates": self._updates,
             "alarms": self._alarms[:_MOST_ALARMS],
             "charts": charts,

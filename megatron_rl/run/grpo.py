@@ -274,6 +274,7 @@ class Trainer:
             self.plan.rollouts_per_step,
             self.plan.optimizer_steps_per_step,
             self.plan.ppo_epochs,
+            config.schedule.elastic,
         )
         self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic

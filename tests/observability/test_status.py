@@ -407,6 +407,16 @@ def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
     """The page follows the run, executes none of its texts, and shows when the server is gone."""
     stack = ExitStack()
     learn(run[0], stack)
+    engine = {
+        "name": HOSTILE,
+        "state": "serves",
+        "version": 2,
+        "newest_version": 3,
+        "requests": 5,
+        "silent_seconds": 0.5,
+    }
+    lost = {"name": "engine 8 on 10.0.0.2", "state": "lost", "silent_seconds": 75.0}
+    run[0].page.place({}, (), 0, lambda: [engine, lost])
     events: list[Any] = []
     with open_browser() as browser:
         page = browser.new_page(viewport={"width": 1100, "height": 800}, color_scheme=scheme)
@@ -424,6 +434,9 @@ def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
         assert page.locator("figure canvas").count() == 2 and page.locator("#glance dd").first.text_content() == (
             "0.25 \u2192 0.5step 1 to 2"
         )
+        words = page.locator(".place span").all_text_contents()
+        assert words == ["weights 2 of 3", "5 requests", "serves", "lost 1 min 15 s ago"]
+        assert page.locator(".place.late b").all_text_contents() == [lost["name"]]
         look_closer(page)
         assert "1.50 GiB" in page.locator("#ranks tr").nth(1).text_content()
         assert page.locator("#warnings li").text_content().endswith(f"warning: slow disk: {HOSTILE}")
@@ -579,6 +592,9 @@ def test_the_map_of_ranks() -> None:
     ]
     page.place({"actor": role}, role.layout.model_copies().of, 3)
     assert page.status()["places"][3]["roles"] == {"actor": "tp1 cp1", "engine 1": "tp1"}
+    assert page.status()["members"] == []
+    page.place({"actor": role}, (), 3, lambda: [{"name": "engine 7 (b) on 10.0.0.2", "state": "joins"}])
+    assert page.status()["members"] == [{"name": "engine 7 (b) on 10.0.0.2", "state": "joins"}]
     page.close()
 
 

@@ -162,9 +162,17 @@ function rank(entry) {
 
 const isLate = (entry) => entry.phase !== undefined && !entry.has_left && entry.silent_seconds > LATE;
 
+function member({name, state, version, newest_version, requests, silent_seconds}) { // an engine outside the job
+  const isLate = state === "lost" || silent_seconds > LATE, time = duration(silent_seconds);
+  const words = state === "lost" ? [`lost ${time} ago`] : [`weights ${version ?? "none"} of ${newest_version}`,
+    `${requests} requests`, isLate ? `silent for ${time}` : state];
+  return make("div", {class: `place engine${isLate ? " late" : ""}`, title: [name, ...words].join("\n")},
+    make("b", {}, name), ...words.map((word) => make("span", {}, word)));
+}
+
 function showRanks(status) {
   const beats = new Map(status.ranks.map((entry) => [entry.rank, entry]));
-  const hasMap = status.places.length > 1;
+  const hasMap = status.places.length > 1 || status.members.length > 0;
   byId("ranks-section").hidden = !status.ranks.length && !hasMap;
   byId("ranks-table").hidden = !status.ranks.length;
   byId("ranks").replaceChildren(...status.ranks.map(rank));
@@ -176,7 +184,7 @@ function showRanks(status) {
     const now = !beat ? "" : isLate(beat) ? `silent for ${duration(beat.silent_seconds)}` : beat.phase ?? "";
     return make("div", {class: `place ${kind}${beat && isLate(beat) ? " late" : ""}`, title: [`rank ${number}`, ...words, now].join("\n")},
       make("b", {}, `rank ${number}`), ...words.map((word) => make("span", {}, word)), make("em", {}, now));
-  }));
+  }), ...status.members.map(member));
 }
 
 /* Samples. */
