@@ -10,17 +10,22 @@ are wrong. An alarm must come within the steps that are stated here; a healthy r
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]  # as a command
 
 import torch
+from elastic_runs import engines
 
 from distributed import run_ranks
+from megatron_rl.engines.elastic.member import EngineProcess
 from rl_runs import fine_tune, import_engine, make_task, overrides_for, sft_overrides, train
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
@@ -108,6 +113,7 @@ class Planted:
         within: step by which its alarm must have come, the last one of the run.
         settings: added to the common ones.
         model: of the task.
+        engines: outside the job; one of them ends when it fetches its third weights.
         since: step before which the alarm would be a false one: by default, the first with a whole window.
     """
 
@@ -115,6 +121,7 @@ class Planted:
     within: int
     settings: Sequence[str]
     model: str = "policy"
+    engines: int = 0
     since: int = 10
 
 
@@ -157,6 +164,13 @@ PLANTED = {
     ),
     "dead-experts": Planted("routers that prefer two of eight experts", 12, [], "dead_experts"),
     "critic": Planted("`critic.lr` 1,000 times too high", 40, ["algorithm.adv_estimator=gae", "critic.lr=0.1"]),
+    "engines": Planted(
+        "an engine that ends in its third step and is not started again",
+        20,
+        ["rollout.engine=hf", "schedule.elastic=true"],
+        engines=2,
+        since=12,
+    ),
     "failures": Planted(
         "an environment that raises for a quarter of the prompts", 12, ["agents.environment=REWARDS:Flaky"]
     ),
@@ -208,8 +222,27 @@ def make_policies(task: Path) -> None:
         (task / name).symlink_to(task / f"sft_{name}/checkpoints/step_60/huggingface")
 
 
+def end_one(flag: Path) -> None:
+    """Let an engine end when it is to fetch its third weights, if it is the first to make the flag."""
+    load = EngineProcess._load
+
+    def end(engine: EngineProcess, version: int) -> None:
+        if version == 3:
+            with suppress(FileExistsError):
+                flag.mkdir()
+                os._exit(1)
+        load(engine, version)
+
+    EngineProcess._load = end  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def carry_out(
-    task: Path, run_dir: Path, settings: Sequence[str], steps: int = HEALTHY_STEPS, model: str = "policy"
+    task: Path,
+    run_dir: Path,
+    settings: Sequence[str],
+    steps: int = HEALTHY_STEPS,
+    model: str = "policy",
+    num_engines: int = 0,
 ) -> list[tuple[str, int]]:
     """The alarms of a run and their steps."""
     found = [text.replace("REWARDS", f"{task}/rewards.py").replace("EXPERTS", f"{task}/experts") for text in settings]
@@ -229,7 +262,8 @@ def carry_out(
         f"trainer.total_steps={steps}",
         *found,
     )
-    (error,) = run_ranks(train, 1, overrides, timeout=600)
+    with engines(run_dir, num_engines, partial(end_one, run_dir.with_name("ended"))):
+        (error,) = run_ranks(train, 1, overrides, timeout=600)
     assert error is None, error
     alarms = json.loads((run_dir / "summary.json").read_text())["alarms"]
     return [(alarm["name"], alarm["step"]) for alarm in alarms]
@@ -244,7 +278,7 @@ def check(task: Path, directory: Path, names: Sequence[str]) -> Iterator[tuple[b
             yield not alarms, f"| {name} | - | - | {_list(alarms) or 'none'} |"
             continue
         plant = PLANTED[name]
-        alarms = carry_out(task, run_dir, plant.settings, plant.within, plant.model)
+        alarms = carry_out(task, run_dir, plant.settings, plant.within, plant.model, plant.engines)
         steps = [step for alarm, step in alarms if alarm == name]
         others = [(alarm, step) for alarm, step in alarms if alarm != name]
         row = f"| [{name}](#{name}) | {plant.how} | {steps[0] if steps else '-'} | {plant.within} | {_list(others)} |"

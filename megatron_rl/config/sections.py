@@ -254,6 +254,9 @@ class HealthConfig:
     dead_experts_limit: float | None = option(
         1.0, "Alarm when more experts, over all layers, get no token of an update.", "experts", ge=0
     )
+    engines_floor: float | None = option(
+        1.0, "Alarm when, after a loss, a smaller share of the most elastic engines so far serves for a window.", ge=0
+    )
     components: bool = option(True, "Alarm when one component of the reward rises while another falls.")
 
 

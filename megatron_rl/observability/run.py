@@ -476,6 +476,18 @@ def _critic(courses: _Courses, floor: float, key: str) -> str | None:
     return f"the critic explains {value:.2g} of the returns' variance: less than their mean would."
 
 
+def _engines(courses: _Courses, floor: float, key: str) -> str | None:
+    members, lost = courses.series[key], courses.series["engines/lost"]
+    most = max(members)
+    full = max(place for place, count in enumerate(members) if count >= floor * most)  # the last such step
+    if len(members) - 1 - full < courses.window or lost[-1] <= lost[full]:
+        return None
+    return (
+        f"{members[-1]:.0f} of {most:.0f} engines serve: in the last {len(members) - 1 - full} steps "
+        f"{lost[-1] - lost[full]:.0f} were lost, and too few have joined."
+    )
+
+
 def _failures(courses: _Courses, limit: float, *keys: str) -> str | None:
     key = next((key for key in sorted(keys) if courses.mean(key) >= limit), None)
     if key is None:
@@ -513,6 +525,7 @@ CHECKS: dict[str, tuple[str, Callable[..., str | None]]] = {
     "components": ("components", _components),
     "dead-experts": ("dead_experts_limit", _beyond(gt, "{:.3g} experts get no token of an update.")),
     "critic": ("explained_variance_floor", _critic),
+    "engines": ("engines_floor", _engines),
     "failures": ("failed_limit", _failures),
 }
 

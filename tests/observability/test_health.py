@@ -38,6 +38,8 @@ HEALTHY: dict[str, Callable[[float], float]] = {  # metric -> value by share of 
     "policy/clip_fraction": lambda t: 0.02,
     "response/truncated": lambda t: 0.3 * t,
     "agents/failed": lambda t: 0.05,
+    "engines/members": lambda t: 4,
+    "engines/lost": lambda t: 0,
     "reward/service_failures": lambda t: 0.05,
     "moe/dead_experts": lambda t: 0.2,
     "value/explained_variance": lambda t: min(0.9, 10 * t - 0.5),
@@ -63,6 +65,7 @@ WRONG: dict[str, dict[str, Callable[[float], float]]] = {
     },
     "dead-experts": {"moe/dead_experts": lambda t: 0.0 if t < 0.5 else 12.0},
     "critic": {"value/explained_variance": lambda t: 0.8 if t < 0.5 else -0.5},
+    "engines": {"engines/members": lambda t: 4 if t < 0.5 else 3, "engines/lost": lambda t: t >= 0.5},
     "failures": {"agents/failed": lambda t: 0.05 if t < 0.5 else 0.2},
 }
 
@@ -119,6 +122,7 @@ def test_an_alarm_can_be_turned_off(name: str) -> None:
         "components": "components",
         "critic": "explained_variance_floor",
         "dead-experts": "dead_experts_limit",
+        "engines": "engines_floor",
         "failures": "failed_limit",
     }[name]
     off = replace(SETTINGS, **{setting: False if name == "components" else None})
@@ -134,6 +138,25 @@ def test_failures_are_an_alarm_from_a_tenth_on(key: str, evidence: str, share: f
     alarms = watch([{key: share}] * STEPS)
     assert [alarm.name for alarm in alarms] == ["failures"] * told
     assert all(evidence in alarm.evidence for alarm in alarms)
+
+
+@pytest.mark.parametrize(
+    ("members", "lost", "alarms"),
+    [
+        ([4, 4, 3, *[4] * 20], [0, 0, 1, *[1] * 20], []),  # it has come back
+        ([4, 4, *[3] * 20], [0, 0, *[0] * 20], []),  # it has left
+        ([4, 4, *[3] * 20, 4, *[2] * 20], [0, 1, *[1] * 20, 1, *[3] * 20], [33]),
+        ([1, *[0] * 20], [0, *[1] * 20], [11]),
+        ([2, 4, *[2] * 20, *[1] * 20], [5, 5, *[0] * 20, *[1] * 20], []),  # a restarted job counts from 0
+    ],
+)
+def test_engines_that_do_not_come_back_are_an_alarm(members: list[int], lost: list[int], alarms: list[int]) -> None:
+    """Ten steps after the last one with all of them; once."""
+    records = [{"engines/members": m, "engines/lost": n} for m, n in zip(members, lost, strict=True)]
+    found = watch(records)
+    assert [(alarm.name, alarm.step) for alarm in found] == [("engines", step) for step in alarms]
+    if alarms == [33]:
+        assert found[0].evidence.startswith("2 of 4 engines serve: in the last 10 steps 2 were lost")
 
 
 def test_what_comes_back_is_told_again() -> None:
