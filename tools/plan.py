@@ -60,6 +60,9 @@ def build_parser() -> argparse.ArgumentParser:
     assumed.add_argument("--mfu", type=float, default=0.4, help="share of peak operations in training (0.4)")
     assumed.add_argument("--mean-response", type=float, default=0.5, help="mean response over the longest one (0.5)")
     assumed.add_argument(
+        "--engine-gpus", type=int, default=8, help="accelerators outside the job, for elastic engines (8)"
+    )
+    assumed.add_argument(
         "--lengths",
         metavar="FILE|lognormal:MEDIAN,SIGMA[,R]",
         help="simulate schedules, their idle times and staleness, and shares of the ranks, for these responses: a file "
@@ -108,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         job, notes = read_plan_job(options, overrides)
         lengths = None if options.lengths is None else read_lengths(options.lengths)
-        assumed = Assumptions(mfu=options.mfu, mean_response=options.mean_response)
+        assumed = Assumptions(mfu=options.mfu, mean_response=options.mean_response, engine_gpus=options.engine_gpus)
         plan = make_plan(job, assumed)
         schedules = None
         if lengths is not None and plan.problem is None:

@@ -113,7 +113,7 @@ def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
         )
     longest = job.config.data.max_prompt_length + job.config.data.max_response_length
     rank = find_smallest_cache(job, memory)
-    needed = rank.kv_bytes_per_token * longest
+    needed = 0 if job.config.schedule.elastic else rank.kv_bytes_per_token * longest  # it is in other processes
     if rank.kv_cache_bytes < needed:
         missing = needed - rank.kv_cache_bytes
         return Problem(

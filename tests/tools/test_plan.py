@@ -271,3 +271,23 @@ def test_help_is_complete(capsys: pytest.CaptureFixture[str], tool: ModuleType) 
     with pytest.raises(SystemExit) as end:
         tool.main(["--help"])
     assert end.value.code == 0 and "--gpu-memory-gib" in capsys.readouterr().out
+
+
+def test_a_lost_engine_has_a_price(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Engines outside the job need no memory in it; with the job's GPUs beside them, a rollout is that of ranks."""
+    out, alike = tmp_path / "plan.json", ["rollout.gpu_memory_utilization=0.8", "rollout.tensor_model_parallel_size=2"]
+    elastic = ["schedule.elastic=true", "trainer.run_dir=x", "placement.rollout=0-0", "--engine-gpus", "8"]
+    assert tool.main([SEVEN, "--nodes", "1", *alike, *elastic, f"--json={out}"]) == 0
+    text, plan = capsys.readouterr().out, json.loads(out.read_text())
+    loss, seconds = plan["loss_of_an_engine"], plan["seconds"]
+    assert "an engine that joins fetches 15.23 GB" in text and "the KV cache holds" not in text
+    # A quarter of 2,048 responses, of up to 1,024 tokens; 7.6 billion parameters in bfloat16.
+    assert (loss["lost_responses"], loss["lost_tokens"]) == (512, 512 * 1024)
+    assert loss["bytes_to_join"] == pytest.approx(2 * 7.6156e9, rel=1e-3)
+    placed = ["placement.actor=0-7", "placement.reference=0-7", "placement.rollout=8-15"]
+    assert tool.main([SEVEN, "--nodes", "2", *alike, *placed, f"--json={out}"]) == 0
+    inside = json.loads(out.read_text())
+    assert seconds["rollout"] == pytest.approx(inside["seconds"]["rollout"]) and inside["loss_of_an_engine"] is None
+    assert tool.main([SEVEN, "--nodes", "1", *alike, *elastic[:-1], "6", f"--json={out}"]) == 0
+    assert json.loads(out.read_text())["seconds"]["step"] == pytest.approx(loss["step_with_one_fewer"])
+    assert loss["step_with_one_fewer"] > 1.05 * loss["step"]

@@ -14,12 +14,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig
+from megatron_rl.config.sections import format_ranks
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Cluster, Job
-from megatron_rl.planning.memory import RankMemory, count_gathered, count_role_bytes, find_smallest_cache
+from megatron_rl.planning.memory import (
+    RankMemory,
+    compute_memory,
+    count_gathered,
+    count_role_bytes,
+    find_smallest_cache,
+)
 from megatron_rl.planning.parameters import count_engine_bytes, list_chunks
 from megatron_rl.planning.role_layouts import DTYPE_BYTES
 from megatron_rl.planning.throughput import count_operations
@@ -222,6 +230,7 @@ class Assumptions:
         mean_response, mean_prompt: mean length over the maximum length.
         decode_overhead, request_overhead: host seconds per decoding pass, and per running response of a pass.
         layer_overhead: host seconds per layer and microbatch of an update that is not replayed from CUDA graphs.
+        engine_gpus: accelerators outside the job, for its engines there (`schedule.elastic`).
     """
 
     mfu: float = 0.4
@@ -232,6 +241,7 @@ class Assumptions:
     decode_overhead: float = 0.004
     request_overhead: float = 40e-6
     layer_overhead: float = 0.004
+    engine_gpus: int = 8
 
     def describe(self) -> str:
         """Return the assumptions as a sentence for the report."""
@@ -317,7 +327,9 @@ def predict_step(
     scoring = {name: compute(roles[name], passes) for name, passes in count_scoring_passes(job).items()}
     phases = {
         "switch": switch_seconds,
-        "rollout": _rollout_seconds(job, work, memory, assumed) + wait("rollout"),
+        "rollout": predict_outside(job, work, assumed)
+        if job.config.schedule.elastic
+        else _rollout_seconds(job, work, memory, assumed) + wait("rollout"),
         "log-probs": sum(scoring.values()) + (wait("reference") if "reference" in scoring else 0.0),
         "actor update": train(roles["actor"]) + mtp + wait("actor"),
     }
@@ -389,6 +401,29 @@ def count_step_microbatches(work: Workload, layout: ParallelLayout, section: Lay
     """Return the microbatches per optimizer step and rank."""
     per_step = work.tokens * work.passes / work.optimizer_steps / layout.dp_size
     return max(1, -(-per_step // section.max_tokens_per_microbatch))
+
+
+def predict_outside(job: Job, work: Workload, assumed: Assumptions) -> float:
+    """Predict the seconds of a rollout by engines outside the job."""
+    placed = place_engines(job, assumed.engine_gpus)
+    traffic, memory = list_traffic(placed, work), compute_memory(placed)
+    return predict_step(placed, work, traffic, memory, 0.0, assumed).phases["rollout"]
+
+
+def place_engines(job: Job, gpus: int) -> Job:
+    """Return a job whose engines, outside of it (`schedule.elastic`) on so many GPUs, have ranks behind its own."""
+    size, tp = job.cluster.world_size, job.config.rollout.tensor_model_parallel_size
+    more = max(1, gpus // tp) * tp
+    ranks: dict[str, Any] = {"rollout": f"{size}-{size + more - 1}"}
+    for name in job.spec.roles:
+        section, _, teacher = name.partition(".further.")[0].partition(".")
+        text = format_ranks(job.ranks_of(name))
+        if teacher:
+            ranks.setdefault(section, {})[teacher] = text
+        else:
+            ranks[section] = text
+    placed = job.with_config(schedule={"elastic": False}, placement=ranks)
+    return replace(placed, cluster=replace(job.cluster, nodes=1, gpus_per_node=size + more))
 
 
 def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed: Assumptions) -> float:

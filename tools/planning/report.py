@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megatron_rl.planning.admission import (
 )
 from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.memory import RankMemory, compute_memory, find_smallest_cache
+from megatron_rl.planning.parameters import count_engine_bytes
 from megatron_rl.samples.microbatches import packing_metrics, plan_microbatches
 from tools.planning.communication import (
     ACROSS,
@@ -31,6 +32,8 @@ from tools.planning.communication import (
     Workload,
     build_workload,
     list_traffic,
+    place_engines,
+    predict_outside,
     predict_seconds,
     predict_step,
 )
@@ -134,6 +137,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "switch": asdict(plan.switch.summary) | asdict(plan.switch.prediction),
         "seconds": plan.step.phases | {"step": plan.step.total},
         "overlap": plan.step.overlap,
+        "loss_of_an_engine": describe_loss(plan),
         "pipeline_bubble": plan.step.bubble,
         "assumptions": asdict(plan.assumed),
         "candidates": [
@@ -210,6 +214,8 @@ def _memory_table(plan: Plan) -> list[str]:
     host = max(r.host_bytes for r in plan.memory) * plan.job.cluster.gpus_per_node
     if host:
         lines.append(f"  offloaded to a node's host: {host / GIB:.1f} GiB, page-locked")
+    if plan.job.config.schedule.elastic:
+        return lines
     batch, rank = plan.batch, find_smallest_cache(plan.job, plan.memory)
     running = rank.kv_cache_bytes // max(1, rank.kv_bytes_per_token * batch.longest_sequence)
     lines.append(
@@ -251,7 +257,41 @@ def _time_table(plan: Plan) -> list[str]:
     lines.append(
         f"  pipeline bubble {plan.step.bubble:.1%} of the working time; switch: {plan.switch.prediction.critical}"
     )
-    return lines
+    return lines + _loss_lines(plan)
+
+
+def describe_loss(plan: Plan) -> dict[str, float] | None:
+    """Return what the loss of an engine outside the job costs; `None` with engines in the job."""
+    job, assumed = plan.job, plan.assumed
+    if not job.config.schedule.elastic:
+        return None
+    placed = place_engines(job, assumed.engine_gpus)
+    tp = placed.engine_tp
+    count = len(placed.rollout_ranks) // tp
+    responses = min(job.config.rollout.max_num_seqs, -(-plan.work.num_rollouts // count))
+    found = {
+        "engines": count,
+        "step": plan.step.total,
+        "lost_responses": responses,
+        "lost_tokens": responses * job.config.data.max_response_length,
+        "bytes_to_join": tp * count_engine_bytes(placed),
+    }
+    if count > 1:
+        fewer = predict_outside(job, plan.work, replace(assumed, engine_gpus=(count - 1) * tp))
+        found["step_with_one_fewer"] = plan.step.total - plan.step.phases["rollout"] + fewer
+    return found
+
+
+def _loss_lines(plan: Plan) -> list[str]:
+    loss = describe_loss(plan)
+    if loss is None:
+        return []
+    fewer = f"{loss['step_with_one_fewer']:.2f} s with one fewer" if loss["engines"] > 1 else "none without it"
+    return [
+        f"  engines outside the job: {loss['engines']}, a step of {loss['step']:.2f} s, {fewer}; a loss repeats at "
+        f"most {loss['lost_responses']} responses ({loss['lost_tokens']:,} tokens), and an engine that joins fetches "
+        f"{loss['bytes_to_join'] / 1e9:.2f} GB"
+    ]
 
 
 def _candidate_table(plan: Plan, top: int) -> list[str]:

@@ -19,7 +19,7 @@ from megatron_rl.planning.parameters import count_engine_bytes
 from megatron_rl.planning.role_layouts import DTYPE_BYTES
 from megatron_rl.planning.throughput import count_operations
 from megatron_rl.types import UserError
-from tools.planning.communication import Assumptions, build_workload, list_traffic, predict_step
+from tools.planning.communication import Assumptions, build_workload, list_traffic, place_engines, predict_step
 from tools.planning.engine_clock import EngineModel, StepCost
 from tools.planning.lengths import LengthModel
 from tools.planning.schedules import Costs, Schedule, ScheduleTimes, simulate
@@ -73,6 +73,8 @@ def choose_schedule(job: Job, switch_seconds: float, lengths: LengthModel, assum
         switch_seconds: of the job's reshard plan.
         assumed: its `mean_response` is not used.
     """
+    if job.config.schedule.elastic:
+        job = place_engines(job, assumed.engine_gpus)
     data, config = job.config.data, job.config
     assumed = replace(assumed, mean_response=lengths.mean(data.max_response_length) / data.max_response_length)
     steps = max(9, min(45, _SIMULATED_RESPONSES // (data.train_batch_size * config.rollout.n)))
