@@ -4,14 +4,17 @@
     ray job submit --working-dir . -- python launch/ray_train.py RECIPE.yaml --num-workers 16 [section.key=value ...]
 
 TorchTrainer starts one worker per rank, numbered node by node as by torchrun. With --max-failures a failed run restarts
-from the newest checkpoint in trainer.run_dir, on a disk shared by all nodes. Requires pip install "ray[train]". Checked
-with Ray 2.60 on one machine without GPUs. Not covered: clusters, GPUs.
+from the newest checkpoint in trainer.run_dir, on a disk shared by all nodes. --engines N adds tasks with an engine
+outside the job each (schedule.elastic=true), which Ray starts again wherever there is room.
+
+Requires pip install "ray[train]". Checked with Ray 2.60 on one machine without GPUs. Not covered: clusters, GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,6 +28,8 @@ from megatron_rl.run.inputs import plan_rl, read_rl_inputs  # noqa: E402
 from megatron_rl.run.loading import LoadedConfig  # noqa: E402
 from megatron_rl.types import UserError  # noqa: E402
 
+_END_SECONDS = 60.0  # for engines to end after the run
+
 
 def train_worker(settings: dict[str, Any]) -> None:
     """Run one rank; Ray has initialized torch.distributed."""
@@ -32,6 +37,12 @@ def train_worker(settings: dict[str, Any]) -> None:
     from launch.pretrain_grpo import train as train_rank
 
     train_rank(settings["loaded"], settings["recipe"])
+
+
+def serve(run_dir: Path) -> None:
+    """Be one engine outside the job, in a task of Ray; raise CalledProcessError if it failed again and again."""
+    # A task's output reaches the driver; the GPUs that Ray gave it are in CUDA_VISIBLE_DEVICES.
+    subprocess.run(["bash", "launch/engine.sh", str(run_dir)], cwd=ROOT, env=os.environ | {"ENGINES": "1"}, check=True)
 
 
 def train(loaded: LoadedConfig, recipe: Path | None, *, options: argparse.Namespace) -> None:
@@ -61,9 +72,10 @@ def train(loaded: LoadedConfig, recipe: Path | None, *, options: argparse.Namesp
     if not ray.is_initialized():
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}})
+    tp = loaded.config.rollout.tensor_model_parallel_size
     use_gpu = ray.cluster_resources().get("GPU", 0) > 0
     resources = {"CPU": options.cpus_per_worker} | ({"GPU": 1} if use_gpu else {})
-    check_cluster(ray.cluster_resources(), resources, options.num_workers)
+    check_cluster(ray.cluster_resources(), resources, options.num_workers + options.engines * tp)
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"loaded": loaded, "recipe": recipe, "directory": os.getcwd()},
@@ -77,7 +89,14 @@ def train(loaded: LoadedConfig, recipe: Path | None, *, options: argparse.Namesp
             failure_config=FailureConfig(max_failures=options.max_failures),
         ),
     )
+    engines = []
+    if options.engines:
+        shares = {"num_cpus": options.cpus_per_worker * tp, "num_gpus": tp if use_gpu else 0}
+        run_dir = Path(str(loaded.config.trainer.run_dir)).absolute()
+        engine = ray.remote(**shares, max_retries=-1, runtime_env={"env_vars": {"TP": str(tp)}})(serve)
+        engines = [engine.remote(run_dir) for _ in range(options.engines)]
     trainer.fit()
+    ray.wait(engines, num_returns=len(engines), timeout=_END_SECONDS)
 
 
 def check_cluster(has: dict[str, float], per_worker: dict[str, float], num_workers: int) -> None:
@@ -101,6 +120,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--num-workers", type=int, default=1)
     parser.add_argument("--cpus-per-worker", type=float, default=1.0)
+    parser.add_argument("--engines", type=int, default=0)
     parser.add_argument("--max-failures", type=int, default=0)
     options, rest = parser.parse_known_args(arguments)
     if "--dry-run" in rest and not any(argument.startswith("--world-size") for argument in rest):
@@ -108,7 +128,8 @@ def main(arguments: list[str]) -> int:
     return run_command(
         rest,
         name="ray_train",
-        description="Train a policy under Ray Train: --num-workers N [--cpus-per-worker X] [--max-failures N].",
+        description="Train a policy under Ray Train: --num-workers N [--cpus-per-worker X] [--engines N] "
+        "[--max-failures N].",
         build_plan=plan_rl,
         read_inputs=read_rl_inputs,
         run=partial(train, options=options),

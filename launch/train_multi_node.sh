@@ -19,6 +19,9 @@
 #   RDZV_CONF      further rendezvous settings of torchrun, e.g. join_timeout=1200,is_host=1
 #   LOCAL_ADDR     this node's address, if its host name resolves to an unreachable one
 #   MODEL_PATH, ENTRY, PYTHON_BIN   as in train_single_node.sh
+#   ROLE           train, or engine for a further machine with rollout engines outside the job (schedule.elastic), which
+#                  launch/engine.sh starts and starts again; needs RUN_DIR, and TP if an engine has several ranks
+#                                                                    (default: train)
 set -euo pipefail
 if [[ ${1:-} == --help || ${1:-} == -h ]]; then
     sed -n '3,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
@@ -31,6 +34,14 @@ fail() {
     exit 2
 }
 
+case "${ROLE:-train}" in
+    train) ;;
+    engine)
+        [[ -n ${RUN_DIR:-} ]] || fail "RUN_DIR is not set" "ROLE=engine needs the directory of the run that engines join"
+        exec bash launch/engine.sh "$RUN_DIR"
+        ;;
+    *) fail "ROLE is $ROLE" "expected: train or engine" ;;
+esac
 (($# > 0)) || fail "no recipe given" "usage: NNODES=2 MASTER_ADDR=node0 RUN_DIR=DIR bash $0 RECIPE.yaml [key=value ...]"
 RECIPE=$1
 shift

@@ -150,6 +150,28 @@ def test_multi_node(environment: dict[str, str]) -> None:
     ]
 
 
+def test_a_node_of_engines(environment: dict[str, str], tmp_path: Path) -> None:
+    """The same script and values with another role start engines by launch/engine.sh, again after a failure."""
+    values = {"NNODES": "2", "MASTER_ADDR": "node07", "RUN_DIR": "/shared/runs/a", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    fails = (
+        f'[ "$2" != launch/engine.py ] || {{ [ -e {tmp_path}/failed ] && exit 0; touch {tmp_path}/failed; exit 1; }}'
+    )
+    torchrun = tmp_path / "bin/torchrun"
+    torchrun.write_text(f"#!/bin/sh\necho $CUDA_VISIBLE_DEVICES $* >> $RECORD\nshift 6\n{fails}\n")
+    result = run("train_multi_node.sh", RECIPE, environment=environment, **values, ROLE="engine", TP="2")
+    assert result.returncode == 0, result.stderr
+    command = (
+        "--standalone --nproc-per-node 2 --signals-to-handle SIGTERM,SIGUSR1 --shutdown-timeout 60 launch/engine.py"
+    )
+    started = Path(environment["RECORD"]).read_text().splitlines()
+    assert {f"{gpus} {command} /shared/runs/a --patience 600" for gpus in ("0,1", "2,3")} == {*started}
+    assert len(started) >= 2
+    wrong = run("train_multi_node.sh", RECIPE, environment=environment, **values, ROLE="actor")
+    assert wrong.returncode == 2 and "ROLE is actor" in wrong.stderr
+    wrong = run("train_multi_node.sh", environment=environment, ROLE="engine")
+    assert wrong.returncode == 2 and "RUN_DIR is not set" in wrong.stderr
+
+
 @pytest.mark.parametrize(
     ("script", "more", "message"),
     [
@@ -212,6 +234,31 @@ def test_slurm(environment: dict[str, str]) -> None:
     run("slurm.sbatch", RECIPE, environment=environment, **SLURM, SLURM_RESTART_COUNT="1")
     again = calls(environment)[-1][2]
     assert (again["RUN_DIR"], again["JOB_ID"]) == (expected["RUN_DIR"], "4711-1")
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_slurm_with_nodes_of_engines(environment: dict[str, str], tmp_path: Path, status: int) -> None:
+    """The last nodes have a step of their own, which a lost node does not end; it ends with the run's."""
+    srun = tmp_path / "bin/srun"
+    srun.write_text(
+        f"#!/bin/bash\necho ${{ROLE:-train}} $NNODES $* >> $RECORD\n"
+        f"trap 'echo terminated >> $RECORD; exit 0' TERM\n"
+        f"[[ ${{ROLE:-}} == engine ]] || {{ sleep 1; exit {status}; }}\nsleep 3 & wait\n"
+    )
+    more = SLURM | {"SLURM_JOB_NUM_NODES": "6", "ENGINE_NODES": "2"}
+    result = run("slurm.sbatch", RECIPE, "schedule.elastic=true", environment=environment, **more)
+    assert result.returncode == status, result.stderr
+    lines = [line for line in Path(environment["RECORD"]).read_text().splitlines() if not line.startswith("[")]
+    script = "bash launch/train_multi_node.sh"
+    assert sorted(lines) == sorted(
+        [
+            "engine 4 --no-kill --kill-on-bad-exit=0 --nodes=2 --relative=4 --ntasks=2 --ntasks-per-node=1 --label "
+            f"{script}",
+            "train 4 --kill-on-bad-exit=1 --ntasks=4 --ntasks-per-node=1 --label --nodes=4 "
+            f"{script} {RECIPE} schedule.elastic=true",
+            *(["terminated"] if status else []),
+        ]
+    )
 
 
 def test_slurm_on_amd(environment: dict[str, str]) -> None:
