@@ -7,6 +7,7 @@
         actor.tensor_model_parallel_size=1 actor.pipeline_model_parallel_size=1 actor.sequence_parallel=false \\
         rollout.engine=hf rollout.bitwise=true trainer.log_rollouts=-1 schedule.silent_seconds=2 \\
         trainer.total_steps=3 --jobs 100 --json FILE
+    ... --way suspended schedule.silent_seconds=30 --jobs 8 --json FILE      # for a minute each
     ... --soak --every 20 trainer.total_steps=500 --json FILE
 
 Each job loses one of its engines in generation, at an update of the weights, in a checkpoint or as it joins; by
@@ -219,7 +220,13 @@ def read_times(run_dir: Path) -> list[float]:
 
 
 def lose_at_random(
-    recipe: Path, overrides: Sequence[str], work: Path, jobs: int, count: int, seed: int = 0
+    recipe: Path,
+    overrides: Sequence[str],
+    work: Path,
+    jobs: int,
+    count: int,
+    ways: Sequence[str] = WAYS,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Run a job that loses nothing, then `jobs` that lose an engine each; return what they showed."""
     draw, found = random.Random(seed), list[dict[str, Any]]()
@@ -230,7 +237,7 @@ def lose_at_random(
     expected = read_results(work / "undisturbed")
     for number in range(jobs):
         run_dir, silent = work / f"job_{number}", config.schedule.silent_seconds
-        moment, way = MOMENTS[number % len(MOMENTS)], WAYS[number // len(MOMENTS) % len(WAYS)]
+        moment, way = MOMENTS[number % len(MOMENTS)], ways[number // len(MOMENTS) % len(ways)]
         step = 0 if moment == "join" else draw.randint(1, max((config.trainer.total_steps or 1) - 1, 1))
         loss = Loss(run_dir, moment, way, step, 0.1 * draw.random(), silent)
         status, seconds = carry_out(recipe, overrides, run_dir, count, partial(watch, run_dir, loss.reach))
@@ -284,6 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--way", choices=WAYS, help="of all losses (default: one after the other)")
     parser.add_argument("--soak", action="store_true", help="one job instead")
     parser.add_argument("--every", type=int, default=20, help="steps between losses of the soak")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
@@ -294,7 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = soak(*common, options.every, options.engines)
             is_good = found["status"] == 0
         else:
-            found = lose_at_random(*common, options.jobs, options.engines)
+            ways = WAYS if options.way is None else (options.way,)
+            found = lose_at_random(*common, options.jobs, options.engines, ways)
             is_good = found["passed"] == options.jobs
     options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({name: value for name, value in found.items() if name != "each"}, indent=1))
