@@ -479,13 +479,10 @@ def _critic(courses: _Courses, floor: float, key: str) -> str | None:
 def _engines(courses: _Courses, floor: float, key: str) -> str | None:
     members, lost = courses.series[key], courses.series["engines/lost"]
     most = max(members)
-    full = max(place for place, count in enumerate(members) if count >= floor * most)  # the last such step
+    full = max(place for place, count in enumerate(members) if count >= floor * most)
     if len(members) - 1 - full < courses.window or lost[-1] <= lost[full]:
         return None
-    return (
-        f"{members[-1]:.0f} of {most:.0f} engines serve: in the last {len(members) - 1 - full} steps "
-        f"{lost[-1] - lost[full]:.0f} were lost, and too few have joined."
-    )
+    return f"{members[-1]:.0f} of {most:.0f} engines serve: {lost[-1] - lost[full]:.0f} were lost and not replaced."
 
 
 def _failures(courses: _Courses, limit: float, *keys: str) -> str | None:

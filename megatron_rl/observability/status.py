@@ -141,20 +141,13 @@ class StatusPage(Sink):
         for record in records:
             self._add(step_of(record), record)
 
-    def place(
-        self,
-        roles: Mapping[str, Any],
-        engines: Sequence[Sequence[int]],
-        updates: int,
-        list_members: Callable[[], list[dict[str, Any]]] = list,
-    ) -> None:
-        """Set the map of ranks and of engines outside the job, and the optimizer steps of a step.
+    def place(self, roles: Mapping[str, Any], engines: Sequence[Sequence[int]], updates: int) -> None:
+        """Set the map of ranks, and the optimizer steps of a step.
 
         Args:
             roles: `RoleInputs` by name.
             engines: ranks of each rollout engine.
             updates: optimizer steps of a step.
-            list_members: returns the engines outside the job; called for each response.
         """
         found: dict[int, dict[str, str]] = {}
         for role in roles.values():
@@ -168,7 +161,11 @@ class StatusPage(Sink):
             for place, rank in enumerate(members):
                 found.setdefault(rank, {})[f"engine {number}"] = f"tp{place}" if len(members) > 1 else ""
         self._places = [{"rank": rank, "roles": found[rank]} for rank in sorted(found)]
-        self._updates, self._list_members = updates, list_members
+        self._updates = updates
+
+    def follow_engines(self, list_members: Callable[[], list[dict[str, Any]]]) -> None:
+        """Add engines outside the job to the map; `list_members` is called for each response."""
+        self._list_members = list_members
 
     def log(self, step: int, record: Record) -> None:
         """Append the metrics of a step to the curves, and write the file."""

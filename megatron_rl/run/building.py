@@ -105,7 +105,6 @@ def place_roles(
     sequences: int,
     updates: int = 1,
     epochs: int = 1,
-    is_elastic: bool = False,
 ) -> None:
     """Show which rank does what on the status page, and add the speed of each step to its record.
 
@@ -114,7 +113,6 @@ def place_roles(
         sequences: prompts with a response of a step.
         updates: optimizer steps of a step.
         epochs: passes of the update over the sequences.
-        is_elastic: whether there are engines outside the job.
     """
     if process.rank:
         return
@@ -127,12 +125,7 @@ def place_roles(
     peak = find_peak(process.device)
     run.follow_speed(Throughput(role.shape, peak, sequences=sequences, epochs=epochs, ranks=ranks))
     if run.page is not None:
-        members: Callable[[], list[dict[str, Any]]] = list
-        if is_elastic:
-            from megatron_rl.engines.elastic.front import list_members
-
-            members = partial(list_members, run.dir)
-        run.page.place(roles, engines.of if engines is not None else (), updates, members)
+        run.page.place(roles, engines.of if engines is not None else (), updates)
 
 
 def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts, starting: Starting = nullcontext) -> dict[str, Any]:

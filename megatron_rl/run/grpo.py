@@ -274,8 +274,11 @@ class Trainer:
             self.plan.rollouts_per_step,
             self.plan.optimizer_steps_per_step,
             self.plan.ppo_epochs,
-            config.schedule.elastic,
         )
+        if config.schedule.elastic and self.run.page is not None:
+            from megatron_rl.engines.elastic.front import list_members
+
+            self.run.page.follow_engines(partial(list_members, self.run.dir))
         self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
         self.teachers = made.teachers

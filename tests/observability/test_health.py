@@ -156,7 +156,7 @@ def test_engines_that_do_not_come_back_are_an_alarm(members: list[int], lost: li
     found = watch(records)
     assert [(alarm.name, alarm.step) for alarm in found] == [("engines", step) for step in alarms]
     if alarms == [33]:
-        assert found[0].evidence.startswith("2 of 4 engines serve: in the last 10 steps 2 were lost")
+        assert found[0].evidence.startswith("2 of 4 engines serve: 2 were lost and not replaced.")
 
 
 def test_what_comes_back_is_told_again() -> None:

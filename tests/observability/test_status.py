@@ -416,7 +416,7 @@ def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
         "silent_seconds": 0.5,
     }
     lost = {"name": "engine 8 on 10.0.0.2", "state": "lost", "silent_seconds": 75.0}
-    run[0].page.place({}, (), 0, lambda: [engine, lost])
+    run[0].page.follow_engines(lambda: [engine, lost])
     events: list[Any] = []
     with open_browser() as browser:
         page = browser.new_page(viewport={"width": 1100, "height": 800}, color_scheme=scheme)
@@ -593,7 +593,7 @@ def test_the_map_of_ranks() -> None:
     page.place({"actor": role}, role.layout.model_copies().of, 3)
     assert page.status()["places"][3]["roles"] == {"actor": "tp1 cp1", "engine 1": "tp1"}
     assert page.status()["members"] == []
-    page.place({"actor": role}, (), 3, lambda: [{"name": "engine 7 (b) on 10.0.0.2", "state": "joins"}])
+    page.follow_engines(lambda: [{"name": "engine 7 (b) on 10.0.0.2", "state": "joins"}])
     assert page.status()["members"] == [{"name": "engine 7 (b) on 10.0.0.2", "state": "joins"}]
     page.close()
 

@@ -187,7 +187,7 @@ def test_other_losses_change_nothing(task: Path, tmp_path: Path, longer: Path, w
 
 
 def hang_in_second_version(flag: Path) -> None:
-    """Let the first engine to sample from its second weights stop in the middle, while its heartbeats go on."""
+    """Let the first engine to sample from its second weights stop in the middle, with heartbeats."""
     real, versions = HuggingFaceEngine.step, []
     load = EngineProcess._load
 
@@ -208,7 +208,7 @@ def hang_in_second_version(flag: Path) -> None:
 
 @pytest.mark.slow
 def test_an_engine_that_hangs_is_lost(task: Path, tmp_path: Path, longer: Path) -> None:
-    """Two fifths of `trainer.collective_timeout` without progress; it joins again when it goes on."""
+    """Two fifths of `trainer.collective_timeout` without progress; it joins again when it continues."""
     run_dir = tmp_path / "run"
     settings = (*ELASTIC, "trainer.collective_timeout=25", "trainer.total_steps=3")
 
