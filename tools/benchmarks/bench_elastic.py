@@ -6,7 +6,7 @@
         model.path=TASK/model data.train_files=[TASK/train.jsonl] data.validation_files=[] \\
         actor.tensor_model_parallel_size=1 actor.pipeline_model_parallel_size=1 actor.sequence_parallel=false \\
         rollout.engine=hf rollout.bitwise=true trainer.log_rollouts=-1 schedule.silent_seconds=2 \\
-        trainer.total_steps=3 --jobs 100 --json FILE
+        trainer.total_steps=3 trainer.save_freq=1 --jobs 100 --json FILE
     ... --way suspended schedule.silent_seconds=30 --jobs 8 --json FILE      # for a minute each
     ... --soak --every 20 trainer.total_steps=500 --json FILE
 
