@@ -7,6 +7,7 @@ Not covered: GPUs, and hosts that share neither CPUs nor files.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import signal
@@ -31,6 +32,7 @@ from megatron_rl.config.fields import dump_yaml
 from megatron_rl.engines.elastic.front import Front
 from megatron_rl.engines.elastic.member import EngineProcess
 from megatron_rl.engines.local.transformers import HuggingFaceEngine
+from megatron_rl.observability.status import StatusPage
 from megatron_rl.run.loading import load_config
 from namespaces import Host, can_make_hosts, two_hosts
 from rl_runs import import_engine, overrides_for, read_records, train
@@ -129,14 +131,31 @@ def fail_in_second_version(flag: Path) -> None:
 
 def test_a_killed_engine_changes_nothing(task: Path, tmp_path: Path, undisturbed: Path) -> None:
     """One of two, by kill -9 while it generates: bit for bit, as samples do not depend on their batch here."""
+    shown = tmp_path / "shown.jsonl"
+
+    def prepare() -> None:
+        disturb(lambda: os.kill(lost.pid or 0, signal.SIGKILL))()
+        log = StatusPage.log
+
+        def read(page: StatusPage, step: int, record: Any) -> None:
+            log(page, step, record)
+            with shown.open("a") as file:
+                file.write(json.dumps(page.status()["members"]) + "\n")
+
+        StatusPage.log = read  # pyright: ignore[reportAttributeAccessIssue]
+
     with engines(tmp_path / "run", 2) as (lost, other):
-        run(task, tmp_path / "run", *ELASTIC, prepare=disturb(lambda: os.kill(lost.pid or 0, signal.SIGKILL)))
+        run(task, tmp_path / "run", *ELASTIC, "observability.status_port=0", prepare=prepare)
         other.join(10)
         assert (lost.exitcode, other.exitcode) == (-signal.SIGKILL, 0)
     assert_equal(undisturbed, tmp_path / "run")
     records = read_records(tmp_path / "run")
     assert [record["engines/members"] for record in records] == [2, 1] and records[1]["engines/lost"] == 1
     assert "its 16 requests are repeated with equal seeds" in read_front(tmp_path / "run")
+    first, second = ({one["state"]: one for one in json.loads(line)} for line in shown.read_text().splitlines())
+    assert first.keys() == {"serves"} and second.keys() == {"serves", "lost"}
+    assert (second["serves"]["version"], second["serves"]["newest_version"], second["serves"]["requests"]) == (2, 2, 0)
+    assert f"engine {lost.pid} (" in second["lost"]["name"] and f"engine {other.pid} (" in second["serves"]["name"]
 
 
 @pytest.fixture(scope="module")
