@@ -22,6 +22,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -62,6 +63,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "mixtral": MixtralConfig,
     "glm4_moe": Glm4MoeConfig,
     "deepseek_v3": DeepseekV3Config,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
     "gpt_oss": GptOssConfig,
 }
 IMAGE_TEXT_CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen3_5": Qwen3_5Config, "qwen3_5_moe": Qwen3_5MoeConfig}
@@ -146,6 +148,19 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         routed_scaling_factor=1.5,
         num_mtp_layers=0,
     ),
+    "glm4_moe_lite": dict(
+        tie_word_embeddings=False,
+        num_key_value_heads=8,
+        q_lora_rank=24,
+        kv_lora_rank=40,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=14,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        rms_norm_eps=1e-6,  # of latents in transformers, whatever config.json has
+    ),
     "gpt_oss": dict(
         tie_word_embeddings=False,
         head_dim=16,
@@ -195,7 +210,7 @@ def engine_sizes(family: str) -> dict[str, Any]:
     # Each norm would multiply the gradient of an embedding of zeros, that of padding, by a thousand.
     if family.startswith(("qwen3_next", "qwen3_5")):
         return ENGINE_SIZES | dict(pad_token_id=None, linear_key_head_dim=16, linear_value_head_dim=16)
-    return ENGINE_SIZES | (LATENT_ENGINE_SIZES if family == "deepseek_v3" else {})
+    return ENGINE_SIZES | (LATENT_ENGINE_SIZES if family in ("deepseek_v3", "glm4_moe_lite") else {})
 
 
 def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 10000.0, **changes: Any) -> PreTrainedModel:
@@ -212,8 +227,9 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
             "qwen3_moe" (QK norm) or "mixtral" with four experts, two
             per token, or "glm4_moe": the same after a dense layer, with a shared expert of twice their size and router
             biases, or "deepseek_v3": with eight experts in groups, four per token, and latent attention, whose heads of
-            values are narrower than keys, or "gpt_oss": with sinks, windows of 6 in every other layer, and
-            four experts with biases, two per token.
+            values are narrower than keys, or "glm4_moe_lite": the
+            attention of the latter with the experts of the former, or "gpt_oss": with sinks, windows of 6 in every
+            other layer, and four experts with biases, two per token.
         rope_theta: base of the rotary positions.
         **changes: further settings of the HF config; with `num_labels=1` it is a `*ForSequenceClassification`.
     """

@@ -180,6 +180,9 @@ FAMILIES: dict[str, Family] = {
         experts=_SIGMOID_EXPERTS,
         vllm_module="deepseek_v2",
     ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM", rotates_neighbors=True, has_latent_attention=True, experts=_SIGMOID_EXPERTS
+    ),
     # "silu" in its configs means the clamped activation.
     "gpt_oss": Family(
         "GptOssForCausalLM",

@@ -106,7 +106,7 @@ _OPTIONS = {
     "initializer_range": NOT_NEGATIVE,
     "partial_rotary_factor": SHARE,
     "original_max_position_embeddings": TWO,
-    "layer_types": TEXTS,
+    **dict.fromkeys(("layer_types", "mlp_layer_types"), TEXTS),
     "no_rope_layers": COUNTS,
     **dict.fromkeys(("no_rope_layer_interval", "sliding_window_pattern", "full_attention_interval"), COUNT),
     **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers", "n_shared_experts", "q_lora_rank"), COUNT_OR_ZERO),
@@ -120,6 +120,7 @@ _ROPE = {
     "partial_rotary_factor": SHARE,
     "original_max_position_embeddings": TWO,
 }
+_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 _LATENTS = dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), COUNT)
 _DELTA_NETS = dict.fromkeys(
     (
@@ -161,7 +162,7 @@ def check_config(config: Mapping[str, Any], family: Family, source: str) -> None
         return
     names = ("num_experts", "num_local_experts", "n_routed_experts") if experts is not None else ()
     num_experts = max([config.get(name) or 1 for name in names], default=1)
-    per_layer = {name: config[name] for name in ("layer_types", "no_rope_layers") if config.get(name)}
+    per_layer = {name: config[name] for name in _PER_LAYER if config.get(name)}
     has_windows = family.alternates_windows or family.has_sinks or family.honors_sliding_window
     types = {"full_attention"} | ({"sliding_attention"} if has_windows else set())
     types |= {"linear_attention"} if family.has_delta_nets else set()

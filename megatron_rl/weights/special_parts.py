@@ -196,14 +196,16 @@ def refuse_special(config: dict[str, Any], family: Family, rope: dict[str, Any],
         config = {name: value for name, value in config.items() if name not in _OF_SINKS}
     if family.has_latent_attention:
         wrong = _find_unserved(config, _OF_LATENTS)
+        if config["model_type"] == "glm4_moe_lite":  # published with 1e-5, as training and vLLM take it
+            wrong.pop("rms_norm_eps", None)
         if rope_type_of(rope) not in ("default", "yarn") or rope.get("attention_factor") is not None:
             wrong["rope_scaling"] = rope
         _refuse_unserved(
             wrong,
             source,
-            "DeepSeek-V3 as published: norms with an epsilon of 1e-6 (which transformers takes for latents "
-            "whatever config.json says, and vLLM does not), rotated neighbors, a sigmoid router, positions unscaled "
-            "or with yarn without an attention_factor",
+            "DeepSeek-V3 or GLM-4.7-Flash as published: in DeepSeek-V3 norms with an epsilon of 1e-6 (which "
+            "transformers takes for latents whatever config.json says, and vLLM does not), rotated neighbors, a sigmoid "
+            "router, positions unscaled or with yarn without an attention_factor",
         )
     return config
 
@@ -298,12 +300,21 @@ def _read_sigmoid_experts(config: dict[str, Any], source: str) -> dict[str, Any]
             expected="shares that add up to 1, of 2 experts or more; with groups, twice as many experts as groups",
             hint="megatron-core chooses groups by the sum of their best per_token / topk_group experts, others by two",
         )
+    kinds = config.get("mlp_layer_types")
+    dense = config["first_k_dense_replace"] if kinds is None else kinds.count("dense")
+    if kinds is not None and "dense" in kinds[dense:]:
+        raise UserError(
+            f"mlp_layer_types with dense layers behind mixtures: {kinds}",
+            source=source,
+            expected="dense layers first",
+            hint="vLLM has no such model either",
+        )
     return dict(
         num_experts=config["n_routed_experts"],
         experts_per_token=per_token,
         normalizes_shares=True,
-        dense_layers=config["first_k_dense_replace"],
-        dense_ffn_size=config["intermediate_size"] if config["first_k_dense_replace"] else 0,
+        dense_layers=dense,
+        dense_ffn_size=config["intermediate_size"] if dense else 0,
         shared_ffn_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
         router=SigmoidRouter(groups, groups_per_token, float(config["routed_scaling_factor"])),
     )

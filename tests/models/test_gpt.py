@@ -118,6 +118,7 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
         first_k_dense_replace=0,
     ),
     "deepseek_v3": dict(family="deepseek_v3"),
+    "glm4_moe_lite": dict(family="glm4_moe_lite"),
     "deepseek_v3-yarn": dict(
         family="deepseek_v3",
         q_lora_rank=None,

@@ -50,6 +50,7 @@ from megatron_rl.transfer.executor import CertificateError, Resharder
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.adapters import make_adapter_shape
+from megatron_rl.weights.family import FAMILIES
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import box_slices
@@ -197,7 +198,7 @@ def work(
     return result
 
 
-MOE_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
+MOE_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.experts is not None)
 # Each family in one layout of two ranks, which its own matrices and layers are cut by; all axes at once in a few.
 CASES = [
     ("vllm", "qwen2", 1, {}, 1),
@@ -237,6 +238,7 @@ CASES = [
     ("megatron", "gemma", 2, {"pp_size": 2, "vpp_size": 2}, 1),
     ("megatron", "qwen3_moe", 2, {"ep_size": 2}, 1),
     ("vllm", "deepseek_v3", 2, {"ep_size": 2}, 2),
+    pytest.param(*("vllm", "glm4_moe_lite", 2, {"pp_size": 2}, 2), marks=pytest.mark.slow),
     pytest.param(*("vllm", "qwen2", 4, {"shard_size": 2, "zero_stage": 3}, 2), marks=pytest.mark.slow),
     pytest.param(*("vllm", "qwen3", 2, {"pp_size": 2, "chunk_layers": (3, 1)}, 2), marks=pytest.mark.slow),
     pytest.param(*("megatron", "qwen2", 2, {"pp_size": 2, "chunk_layers": (1, 3)}, 1), marks=pytest.mark.slow),

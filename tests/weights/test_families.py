@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = dict(
     max_position_embeddings=48,
     rms_norm_eps=1e-5,
 )
-UNSCORED = {"glm4_moe", "qwen3_5_moe_text"}  # transformers has no class of them with a score head
+UNSCORED = {"glm4_moe", "glm4_moe_lite", "qwen3_5_moe_text"}  # transformers has no class of them with a score head
 LONGROPE: dict[str, Any] = dict(
     rope_type="longrope",
     rope_theta=1e4,
@@ -95,6 +95,17 @@ EXPERT_SIZES: dict[str, dict[str, Any]] = {
         topk_group=1,
         rms_norm_eps=1e-6,
     ),
+    "glm4_moe_lite": dict(
+        n_routed_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        num_key_value_heads=6,
+        q_lora_rank=14,
+        kv_lora_rank=16,
+        qk_nope_head_dim=5,
+        qk_rope_head_dim=2,
+        v_head_dim=3,
+    ),
     "gpt_oss": dict(
         num_local_experts=3,
         num_experts_per_tok=2,
@@ -138,6 +149,7 @@ def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
         ("qwen3_5_moe_text", dict(layer_types=["full_attention", "linear_attention"])),
         ("glm4_moe", {}),
         ("deepseek_v3", {}),
+        ("glm4_moe_lite", {}),
         ("deepseek_v3", dict(q_lora_rank=None, first_k_dense_replace=0)),
         ("glm4_moe", dict(attention_bias=True, use_qk_norm=True, n_shared_experts=2, first_k_dense_replace=0)),
     ],
@@ -158,7 +170,7 @@ def test_logical_tensors_are_those_of_transformers(
     assert shape.family == family and shape.tied_embeddings is tied
     assert shape.num_experts == (3 if FAMILIES[family].experts else 0)
     assert (shape.max_position_embeddings, shape.vocab_size) == (48, 70)
-    assert shape.rms_norm_eps == (1e-6 if shape.latent else 1e-5)
+    assert shape.rms_norm_eps == (1e-6 if family == "deepseek_v3" else 1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -213,7 +225,8 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
     if family == "gemma3_text":
         rope = {"full_attention": rope}
     shape = model_shape_from_config(make_config(family, rope_parameters=rope), source="here")
-    rotary = {"glm4_moe": 2, "glm4": 64, "deepseek_v3": 2, "qwen3_next": 2, "qwen3_5_text": 2, "qwen3_5_moe_text": 2}
+    rotary = {"glm4_moe": 2, "glm4": 64, "deepseek_v3": 2, "glm4_moe_lite": 2}
+    rotary |= {"qwen3_next": 2, "qwen3_5_text": 2, "qwen3_5_moe_text": 2}
     assert shape.rotary_dim == rotary.get(family) and shape.unrotated_layers == ()
     assert shape.rope_theta == 5e5
     assert (shape.qkv_bias, shape.qk_norm) == {
@@ -232,6 +245,7 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
         "phi3": (False, False),
         "glm4": (True, False),
         "deepseek_v3": (False, False),
+        "glm4_moe_lite": (False, False),
         "smollm3": (False, False),
         "olmo2": (False, True),
         "gpt_oss": (True, False),
@@ -277,6 +291,18 @@ def test_sigmoid_routers(change: dict[str, Any], expected: tuple[int, int, float
 def test_sigmoid_routers_that_megatron_core_computes_in_another_way_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="experts per token in"):
         model_shape_from_config(make_config("glm4_moe") | change, source="here")
+
+
+def test_dense_layers_of_glm_lite_are_counted_or_named() -> None:
+    """Published files count them; transformers writes a kind for each layer."""
+    written = make_config("glm4_moe_lite")
+    assert written["mlp_layer_types"] == ["dense", "sparse"] and "first_k_dense_replace" not in written
+    published = {name: value for name, value in written.items() if name != "mlp_layer_types"}
+    shape = model_shape_from_config(written, source="here")
+    assert shape == model_shape_from_config(published | dict(first_k_dense_replace=1), source="here")
+    assert (shape.dense_layers, shape.dense_ffn_size, shape.rms_norm_eps) == (1, 40, 1e-5)
+    with pytest.raises(UserError, match="dense layers behind mixtures"):
+        model_shape_from_config(written | dict(mlp_layer_types=["sparse", "dense"]), source="here")
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         arguments["quantization"] = CODED_METHOD
     if spec.shape.latent is not None:  # transformers hard-codes these; vLLM defaults to DeepSeek-V2's
         arguments["hf_overrides"] = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_router_dtype="float32")
+        arguments["hf_overrides"]["first_k_dense_replace"] = spec.shape.dense_layers
     if _is_encoded(spec.model_path):  # weights arrive decoded
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | dict(quantization_config=None)
     if FAMILIES[spec.shape.family].image_text is not None:
