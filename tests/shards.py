@@ -43,6 +43,8 @@ def make_shape(family: str = "llama", **changes: Any) -> ModelShape:
         sizes |= dict(num_experts=4, experts_per_token=2, normalizes_shares=True)
     if FAMILIES[family].has_latent_attention:
         sizes |= dict(latent=LatentSizes(18, 14, 2, 3), head_dim=5, rotary_dim=2, num_kv_heads=8, attention_scale=0.5)
+    if family == "minimax_m2":
+        sizes |= dict(router=SigmoidRouter())
     if family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3"):
         sizes |= dict(dense_layers=1, dense_ffn_size=48, shared_ffn_size=32, router=SigmoidRouter())
     if family == "gpt_oss":

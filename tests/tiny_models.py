@@ -25,6 +25,7 @@ from transformers import (
     Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -64,6 +65,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "glm4_moe": Glm4MoeConfig,
     "deepseek_v3": DeepseekV3Config,
     "glm4_moe_lite": Glm4MoeLiteConfig,
+    "minimax_m2": MiniMaxM2Config,
     "gpt_oss": GptOssConfig,
 }
 IMAGE_TEXT_CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen3_5": Qwen3_5Config, "qwen3_5_moe": Qwen3_5MoeConfig}
@@ -148,6 +150,14 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         routed_scaling_factor=1.5,
         num_mtp_layers=0,
     ),
+    "minimax_m2": dict(
+        tie_word_embeddings=False,
+        head_dim=16,
+        rotary_dim=8,
+        intermediate_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
     "glm4_moe_lite": dict(
         tie_word_embeddings=False,
         num_key_value_heads=8,
@@ -210,6 +220,8 @@ def engine_sizes(family: str) -> dict[str, Any]:
     # Each norm would multiply the gradient of an embedding of zeros, that of padding, by a thousand.
     if family.startswith(("qwen3_next", "qwen3_5")):
         return ENGINE_SIZES | dict(pad_token_id=None, linear_key_head_dim=16, linear_value_head_dim=16)
+    if family == "minimax_m2":  # experts that four ranks share, twice as many as heads of keys
+        return ENGINE_SIZES | dict(intermediate_size=256)
     return ENGINE_SIZES | (LATENT_ENGINE_SIZES if family in ("deepseek_v3", "glm4_moe_lite") else {})
 
 
@@ -228,7 +240,8 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
             per token, or "glm4_moe": the same after a dense layer, with a shared expert of twice their size and router
             biases, or "deepseek_v3": with eight experts in groups, four per token, and latent attention, whose heads of
             values are narrower than keys, or "glm4_moe_lite": the
-            attention of the latter with the experts of the former, or "gpt_oss": with sinks, windows of 6 in every
+            attention of the latter with the experts of the former, or "minimax_m2": norms of all heads together and
+            router biases, or "gpt_oss": with sinks, windows of 6 in every
             other layer, and four experts with biases, two per token.
         rope_theta: base of the rotary positions.
         **changes: further settings of the HF config; with `num_labels=1` it is a `*ForSequenceClassification`.

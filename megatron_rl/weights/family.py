@@ -172,6 +172,14 @@ FAMILIES: dict[str, Family] = {
         honors_sliding_window=True,
         experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", "intermediate_size"),
     ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        qk_norm=True,
+        norms_all_heads=True,
+        partial_rotary=1.0,
+        rope_theta=5e6,
+        experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", "intermediate_size", bias="e_score_correction_bias"),
+    ),
     "glm4_moe": Family("Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, partial_rotary=0.5, experts=_SIGMOID_EXPERTS),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",

@@ -98,7 +98,7 @@ _SIZES = {
 }
 _OPTIONS = {
     "architectures": TEXTS,
-    **dict.fromkeys(("num_key_value_heads", "head_dim"), COUNT),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "rotary_dim"), COUNT),
     **dict.fromkeys(("hidden_act", "hidden_activation"), TEXT),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "use_qk_norm", "norm_topk_prob"), FLAG),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config"), OBJECT),
@@ -425,7 +425,8 @@ def _serves_scaling(rope: dict[str, Any], config: dict[str, Any]) -> bool:
 def _read_rotation(config: dict[str, Any], rope: dict[str, Any], family: Family, head_dim: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if family.partial_rotary is not None:
-        share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or family.partial_rotary
+        given = config.get("rotary_dim", 0) / head_dim or config.get("partial_rotary_factor")
+        share = rope.get("partial_rotary_factor", given) or family.partial_rotary
         found["rotary_dim"] = int(head_dim * share) if share != 1.0 else None
     if family.may_skip_rotary:
         layers, interval = range(config["num_hidden_layers"]), config.get("no_rope_layer_interval", 4)

@@ -206,7 +206,7 @@ def split_huggingface_experts(shape: ModelShape, params: Mapping[str, torch.Tens
             *_, matrix, what = logical.split(".")
             views[f"{block}experts.{part.expert}.{renamed[matrix]}.{what}"] = part.cut(param[part.expert])
         if not parts:
-            views[block + last if last == "gate.weight" else name] = param
+            views[block + last if last in ("gate.weight", names.bias) else name] = param
     return views
 
 

@@ -34,6 +34,15 @@ _OF_LATENTS: dict[str, tuple[Any, ...]] = {
     "topk_method": (None, "noaux_tc"),
     "moe_layer_freq": (None, 1),
 }
+# MiniMax-M2 options, likewise; its config.json has no other numbers of a sigmoid router.
+_OF_MINIMAX: dict[str, tuple[Any, ...]] = {
+    "scoring_func": (None, "sigmoid"),
+    "use_routing_bias": (None, True),
+    "qk_norm_type": (None, "per_layer"),
+    "use_qk_norm": (None, True),
+    "shared_intermediate_size": (None, 0),
+}
+_MINIMAX_ROUTER: dict[str, Any] = dict(n_group=1, topk_group=1, first_k_dense_replace=0, routed_scaling_factor=1.0)
 # Qwen3.5 options and the values for which transformers and vLLM agree.
 _OF_SPLIT_NETS: dict[str, tuple[Any, ...]] = {
     "attn_output_gate": (None, True),
@@ -204,9 +213,14 @@ def refuse_special(config: dict[str, Any], family: Family, rope: dict[str, Any],
             wrong,
             source,
             "DeepSeek-V3 or GLM-4.7-Flash as published: in DeepSeek-V3 norms with an epsilon of 1e-6 (which "
-            "transformers takes for latents whatever config.json says, and vLLM does not), rotated neighbors, a sigmoid "
-            "router, positions unscaled or with yarn without an attention_factor",
+            "transformers takes for latents whatever config.json says, and vLLM does not), rotated neighbors, a "
+            "sigmoid router, positions unscaled or with yarn without an attention_factor",
         )
+    if config["model_type"] == "minimax_m2":
+        wrong = _find_unserved(config, _OF_MINIMAX)
+        if set(config.get("attn_type_list") or [1]) != {1}:
+            wrong["attn_type_list"] = config["attn_type_list"]
+        _refuse_unserved(wrong, source, "MiniMax-M2 as published: a sigmoid router with biases, full attention")
     return config
 
 
@@ -288,6 +302,8 @@ def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[s
 
 
 def _read_sigmoid_experts(config: dict[str, Any], source: str) -> dict[str, Any]:
+    if config["model_type"] == "minimax_m2":
+        config = config | _MINIMAX_ROUTER | dict(n_routed_experts=config["num_local_experts"])
     groups, groups_per_token = config["n_group"] or 1, config["topk_group"] or 1
     per_token = config["num_experts_per_tok"]
     if groups == groups_per_token:  # every group is chosen
@@ -300,7 +316,7 @@ def _read_sigmoid_experts(config: dict[str, Any], source: str) -> dict[str, Any]
             expected="shares that add up to 1, of 2 experts or more; with groups, twice as many experts as groups",
             hint="megatron-core chooses groups by the sum of their best per_token / topk_group experts, others by two",
         )
-    kinds = config.get("mlp_layer_types")
+    kinds, shared = config.get("mlp_layer_types"), config.get("n_shared_experts") or 0
     dense = config["first_k_dense_replace"] if kinds is None else kinds.count("dense")
     if kinds is not None and "dense" in kinds[dense:]:
         raise UserError(
@@ -315,7 +331,7 @@ def _read_sigmoid_experts(config: dict[str, Any], source: str) -> dict[str, Any]
         normalizes_shares=True,
         dense_layers=dense,
         dense_ffn_size=config["intermediate_size"] if dense else 0,
-        shared_ffn_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+        shared_ffn_size=shared and shared * config["moe_intermediate_size"],
         router=SigmoidRouter(groups, groups_per_token, float(config["routed_scaling_factor"])),
     )
 

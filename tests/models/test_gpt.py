@@ -119,6 +119,7 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
     ),
     "deepseek_v3": dict(family="deepseek_v3"),
     "glm4_moe_lite": dict(family="glm4_moe_lite"),
+    "minimax_m2": dict(family="minimax_m2"),
     "deepseek_v3-yarn": dict(
         family="deepseek_v3",
         q_lora_rank=None,

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[int, str, list[str]]] = {  # ranks, engine, layout
     "glm4_moe": (2, "vllm", [EP2]),
     "deepseek_v3": (2, "vllm", [EP2]),
     "glm4_moe_lite": (2, "vllm", [EP2]),
+    "minimax_m2": (4, "vllm", [*layout_overrides(2, 1, 2), EP2]),
     "gpt_oss": (4, "vllm", [*layout_overrides(2, 1, 2), EP2]),
     "gpt_oss+hf": (4, "hf", layout_overrides(2, 2, 1)),
     "gpt_oss+megatron": (2, "megatron", [EP2]),

@@ -155,6 +155,7 @@ def test_biased_routers_replay_the_engine_and_themselves(moe_task: Path, tmp_pat
     [
         ("glm4_moe", 1, 1),
         pytest.param("deepseek_v3", 1, 1, marks=pytest.mark.slow),
+        *(pytest.param(family, 1, 1, marks=pytest.mark.slow) for family in ("glm4_moe_lite", "minimax_m2")),
         pytest.param("glm4_moe", 2, 3, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", 2, 3, marks=pytest.mark.slow),
     ],
@@ -169,7 +170,11 @@ def test_biases_of_a_bfloat16_model_stay_float32(
     sizes = engine_sizes(family) | dict(vocab_size=16, num_hidden_layers=2)
     model = save_tiny_model(moe_task / f"{family}-bfloat16", family, **sizes)
     shutil.copy(moe_task / "tokenizer.model", moe_task / f"{family}-bfloat16")
-    before = {name: x.clone() for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    before = {
+        name.replace("mlp.e_score", "block_sparse_moe.e_score"): x.clone()  # MiniMax-M2's name in files
+        for name, x in model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    }
     extra = ["model.dtype=bfloat16", "actor.router_bias_rate=1e-5", "actor.router_replay=engine"]
     extra += ["hybrid.verify=full", "trainer.total_steps=3", "trainer.save_freq=1", "data.validation_files=[]"]
     extra.append(f"actor.zero_stage={zero_stage}")

@@ -238,10 +238,11 @@ CASES = [
     ("megatron", "gemma", 2, {"pp_size": 2, "vpp_size": 2}, 1),
     ("megatron", "qwen3_moe", 2, {"ep_size": 2}, 1),
     ("vllm", "deepseek_v3", 2, {"ep_size": 2}, 2),
-    pytest.param(*("vllm", "glm4_moe_lite", 2, {"pp_size": 2}, 2), marks=pytest.mark.slow),
     pytest.param(*("vllm", "qwen2", 4, {"shard_size": 2, "zero_stage": 3}, 2), marks=pytest.mark.slow),
     pytest.param(*("vllm", "qwen3", 2, {"pp_size": 2, "chunk_layers": (3, 1)}, 2), marks=pytest.mark.slow),
     pytest.param(*("megatron", "qwen2", 2, {"pp_size": 2, "chunk_layers": (1, 3)}, 1), marks=pytest.mark.slow),
+    pytest.param(*("vllm", "glm4_moe_lite", 2, {"pp_size": 2}, 2), marks=pytest.mark.slow),
+    pytest.param(*("vllm", "minimax_m2", 4, {"tp_size": 2, "ep_size": 2, "etp_size": 1}, 4), marks=pytest.mark.slow),
 ]
 
 

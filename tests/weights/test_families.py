@@ -37,7 +37,12 @@ SIZES: dict[str, Any] = dict(
     max_position_embeddings=48,
     rms_norm_eps=1e-5,
 )
-UNSCORED = {"glm4_moe", "glm4_moe_lite", "qwen3_5_moe_text"}  # transformers has no class of them with a score head
+UNSCORED = {
+    "glm4_moe",
+    "glm4_moe_lite",
+    "minimax_m2",
+    "qwen3_5_moe_text",
+}  # transformers has no class of them with a score head
 LONGROPE: dict[str, Any] = dict(
     rope_type="longrope",
     rope_theta=1e4,
@@ -95,6 +100,7 @@ EXPERT_SIZES: dict[str, dict[str, Any]] = {
         topk_group=1,
         rms_norm_eps=1e-6,
     ),
+    "minimax_m2": dict(num_local_experts=3, num_experts_per_tok=2, head_dim=8, rotary_dim=4),
     "glm4_moe_lite": dict(
         n_routed_experts=3,
         num_experts_per_tok=2,
@@ -150,6 +156,7 @@ def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
         ("glm4_moe", {}),
         ("deepseek_v3", {}),
         ("glm4_moe_lite", {}),
+        ("minimax_m2", {}),
         ("deepseek_v3", dict(q_lora_rank=None, first_k_dense_replace=0)),
         ("glm4_moe", dict(attention_bias=True, use_qk_norm=True, n_shared_experts=2, first_k_dense_replace=0)),
     ],
@@ -225,7 +232,7 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
     if family == "gemma3_text":
         rope = {"full_attention": rope}
     shape = model_shape_from_config(make_config(family, rope_parameters=rope), source="here")
-    rotary = {"glm4_moe": 2, "glm4": 64, "deepseek_v3": 2, "glm4_moe_lite": 2}
+    rotary = {"glm4_moe": 2, "glm4": 64, "deepseek_v3": 2, "glm4_moe_lite": 2, "minimax_m2": 4}
     rotary |= {"qwen3_next": 2, "qwen3_5_text": 2, "qwen3_5_moe_text": 2}
     assert shape.rotary_dim == rotary.get(family) and shape.unrotated_layers == ()
     assert shape.rope_theta == 5e5
@@ -246,6 +253,7 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
         "glm4": (True, False),
         "deepseek_v3": (False, False),
         "glm4_moe_lite": (False, False),
+        "minimax_m2": (False, True),
         "smollm3": (False, False),
         "olmo2": (False, True),
         "gpt_oss": (True, False),
@@ -303,6 +311,19 @@ def test_dense_layers_of_glm_lite_are_counted_or_named() -> None:
     assert (shape.dense_layers, shape.dense_ffn_size, shape.rms_norm_eps) == (1, 40, 1e-5)
     with pytest.raises(UserError, match="dense layers behind mixtures"):
         model_shape_from_config(written | dict(mlp_layer_types=["sparse", "dense"]), source="here")
+
+
+def test_minimax_reads_published_numbers() -> None:
+    """Rotated channels of a head by `rotary_dim`, no dense layers, and no scale of the experts."""
+    published = make_config("minimax_m2", head_dim=8)
+    published["rope_parameters"].pop("partial_rotary_factor", None)
+    published |= dict(scoring_func="sigmoid", use_routing_bias=True, rotary_dim=4, use_mtp=True, num_mtp_modules=3)
+    shape = model_shape_from_config(published | dict(attn_type_list=[1, 1]), source="here")
+    assert (shape.rotary_dim, shape.dense_layers, shape.shared_ffn_size) == (4, 0, 0)
+    assert shape.router == SigmoidRouter(1, 1, 1.0)
+    for change in (dict(scoring_func="softmax"), dict(attn_type_list=[0, 1]), dict(use_routing_bias=False)):
+        with pytest.raises(UserError, match=next(iter(change))):
+            model_shape_from_config(published | change, source="here")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@
 * vLLM's shutdown does not destroy the job's process groups;
 * on CPU, linear layers keep their weight (oneDNN would leave an empty parameter);
 * on CPU, torch.distributed replaces vLLM's shared-memory collectives, which other or killed runs can break;
-* on CPU, vLLM does not bind the trainer's memory to one NUMA node.
+* on CPU, vLLM does not bind the trainer's memory to one NUMA node;
+* on CPU, sigmoid routers without groups have one group, without which vLLM's router of CPUs takes softmax only.
 
 With the v1 model runner it also records the sets that tokens are drawn from, and the experts of tokens. Truncation is
 our own definition, applied before vLLM's sampler. A request carries its limits in `SamplingParams.extra_args`. Sets are
@@ -146,6 +147,11 @@ def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             """Bind shareable tensors; the first weight transfer writes the others."""
             bind(model)
+            for module in model.modules():
+                router: Any = getattr(module, "router", None)
+                if type(router).__name__ == "CPURouter" and router.scoring_func == "sigmoid":  # it needs a group
+                    router.num_expert_group, router.topk_group = router.num_expert_group or 1, router.topk_group or 1
+                    router.use_grouped_topk = True
 
 
 # Matrices that vLLM fuses, with their parts.
