@@ -92,6 +92,7 @@ class Family:
 
 
 _SIGMOID_EXPERTS = ExpertNames(shared="shared_experts", bias="gate.e_score_correction_bias")
+_MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe", "w1", "w3", "w2", "intermediate_size")
 _GATED_EXPERTS = ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate")
 _DELTA_NETS: dict[str, Any] = dict(qk_norm=True, partial_rotary=0.25, zero_centered_norms=True, has_delta_nets=True)
 FAMILIES: dict[str, Family] = {
@@ -167,18 +168,13 @@ FAMILIES: dict[str, Family] = {
         image_text="qwen3_5_moe",
         **_DELTA_NETS,
     ),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        honors_sliding_window=True,
-        experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", "intermediate_size"),
-    ),
+    "mixtral": Family("MixtralForCausalLM", honors_sliding_window=True, experts=_MIXTRAL_EXPERTS),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
         qk_norm=True,
         norms_all_heads=True,
         partial_rotary=1.0,
-        rope_theta=5e6,
-        experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", "intermediate_size", bias="e_score_correction_bias"),
+        experts=replace(_MIXTRAL_EXPERTS, bias="e_score_correction_bias"),
     ),
     "glm4_moe": Family("Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, partial_rotary=0.5, experts=_SIGMOID_EXPERTS),
     "deepseek_v3": Family(

@@ -104,12 +104,10 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     )
     if config.quantization != "none":
         arguments["quantization"] = CODED_METHOD
-    if spec.shape.latent is not None:  # transformers hard-codes these; vLLM defaults to DeepSeek-V2's
-        arguments["hf_overrides"] = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_router_dtype="float32")
-        arguments["hf_overrides"]["first_k_dense_replace"] = spec.shape.dense_layers
-    if spec.shape.family == "minimax_m2":  # likewise
-        rotated = spec.shape.rotary_dim or spec.shape.head_dim
-        arguments["hf_overrides"] = dict(scoring_func="sigmoid", use_routing_bias=True, rotary_dim=rotated)
+    if spec.shape.router is not None:
+        from megatron_rl.weights.special_parts import list_router_options
+
+        arguments["hf_overrides"] = list_router_options(spec.shape)
     if _is_encoded(spec.model_path):  # weights arrive decoded
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | dict(quantization_config=None)
     if FAMILIES[spec.shape.family].image_text is not None:
