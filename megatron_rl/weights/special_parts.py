@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_rl.config.schema import RolloutConfig
-    from megatron_rl.weights.families import ModelShape
 
 # Supported values of gpt-oss options.
 _OF_SINKS: dict[str, tuple[Any, ...]] = {
@@ -223,16 +222,6 @@ def refuse_special(config: dict[str, Any], family: Family, rope: dict[str, Any],
             wrong["attn_type_list"] = config["attn_type_list"]
         _refuse_unserved(wrong, source, "MiniMax-M2 as published: a sigmoid router with biases, full attention")
     return config
-
-
-def list_router_options(shape: ModelShape) -> dict[str, Any]:
-    """Return settings of config.json that vLLM needs and transformers does not write, by family."""
-    found = dict[str, Any](scoring_func="sigmoid")
-    if shape.latent is not None:  # vLLM defaults to DeepSeek-V2's
-        found |= dict(topk_method="noaux_tc", moe_router_dtype="float32", first_k_dense_replace=shape.dense_layers)
-    if shape.family == "minimax_m2":
-        found |= dict(use_routing_bias=True, rotary_dim=shape.rotary_dim or shape.head_dim)
-    return found
 
 
 def read_special(config: dict[str, Any], family: Family, rope: dict[str, Any], source: str) -> dict[str, Any]:

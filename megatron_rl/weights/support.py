@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of models against layouts that split them, router replay, and `rollout.bitwise`."""
+"""Checks of models against layouts that split them, router replay, `rollout.bitwise`; router settings for vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.extension.registry import ENGINES, name_engines
 from megatron_rl.types import UserError
@@ -163,3 +163,13 @@ def _list_products(shape: ModelShape, tp_size: int) -> Iterator[tuple[int, ...]]
     columns = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
     padding = -shape.vocab_size % columns  # omitted from the trainer's product, included in vLLM's
     yield hidden, min(columns - padding, _MAX_TRIAL_COLUMNS), *([padding] if padding else [])
+
+
+def list_router_options(shape: ModelShape) -> dict[str, Any]:
+    """Return settings of config.json that vLLM needs and transformers does not write, by family."""
+    found = dict[str, Any](scoring_func="sigmoid")
+    if shape.latent is not None:  # vLLM defaults to DeepSeek-V2's
+        found |= dict(topk_method="noaux_tc", moe_router_dtype="float32", first_k_dense_replace=shape.dense_layers)
+    if shape.family == "minimax_m2":
+        found |= dict(use_routing_bias=True, rotary_dim=shape.rotary_dim or shape.head_dim)
+    return found

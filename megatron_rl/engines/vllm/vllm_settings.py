@@ -105,7 +105,7 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     if config.quantization != "none":
         arguments["quantization"] = CODED_METHOD
     if spec.shape.router is not None:
-        from megatron_rl.weights.special_parts import list_router_options
+        from megatron_rl.weights.support import list_router_options
 
         arguments["hf_overrides"] = list_router_options(spec.shape)
     if _is_encoded(spec.model_path):  # weights arrive decoded
