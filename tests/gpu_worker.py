@@ -37,7 +37,7 @@ class _Model(torch.nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         sizes: dict[str, list[int]] = {}
-        for placed in vllm_placements(shape, tp_size=1, tp_rank=0):
+        for placed in vllm_placements(shape, tp_size=1, place=0):
             stops = [stop for _, stop in placed.local_box]
             sizes[placed.param] = [max(pair) for pair in zip(sizes.get(placed.param, stops), stops, strict=True)]
         self._by_name = {name: torch.nn.Parameter(torch.full(size, math.nan)) for name, size in sizes.items()}

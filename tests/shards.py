@@ -127,9 +127,10 @@ def place_megatron(shape: ModelShape, layout: ParallelLayout) -> list[list[Shard
     return [megatron_placements(shape, layout, rank) for rank in range(layout.world_size)]
 
 
-def place_vllm(shape: ModelShape, world_size: int, tp_size: int) -> list[list[ShardBox]]:
-    """Tables of all ranks that run world_size / tp_size engines on neighboring ranks."""
-    return [vllm_placements(shape, tp_size=tp_size, tp_rank=rank % tp_size) for rank in range(world_size)]
+def place_vllm(shape: ModelShape, world_size: int, tp_size: int, ep_size: int = 1) -> list[list[ShardBox]]:
+    """Tables of all ranks that run engines of max(tp_size, ep_size) neighboring ranks each."""
+    places = [rank % max(tp_size, ep_size) for rank in range(world_size)]
+    return [vllm_placements(shape, tp_size=tp_size, place=place, ep_size=ep_size) for place in places]
 
 
 def place_on_rank_0(shape: ModelShape, world_size: int) -> list[list[ShardBox]]:

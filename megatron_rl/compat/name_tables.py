@@ -213,7 +213,10 @@ _CRITIC: dict[str, Alias] = trainable_names("critic") | {
     **each("kl_ctrl.type kl_ctrl.kl_coef", Ignored("the critic has no KL term")),
 }
 
-_SAME_NAMES = "n temperature top_p tensor_model_parallel_size gpu_memory_utilization enforce_eager max_num_seqs"
+_SAME_NAMES = (
+    "n temperature top_p tensor_model_parallel_size data_parallel_size expert_parallel_size gpu_memory_utilization "
+    "enforce_eager max_num_seqs"
+)
 _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME_NAMES.split()} | {
     "name": Renamed("rollout.engine", (("vllm", "vllm"), ("sglang", "sglang"), ("hf", "hf")), closed=True),
     "top_k": Renamed("rollout.top_k", ((0, -1),)),
@@ -228,8 +231,6 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
     "max_model_len": Ignored("it follows from the longest prompt and response"),
     "dtype": Ignored("the engine takes model.dtype"),
     "load_format": Ignored("the engine takes the weights of the actor"),
-    "data_parallel_size": Only((1,), "there is no engine with data parallel attention; it splits all by TP"),
-    "expert_parallel_size": Ignored("it is all ranks of an engine in verl; here they split each expert"),
     "pipeline_model_parallel_size": Only((1,), "there is no engine with pipeline stages"),
     "quantization": Renamed("rollout.quantization", ((None, "none"), (False, "none"), ("fp8", "fp8")), closed=True),
     "repetition_penalty": Only((1.0,), "there is no repetition penalty; training scores a token by itself"),

@@ -118,7 +118,7 @@ class BatchPlan:
             f"(tp * pp * cp) = {self.actor_ranks} / "
             f"({self.tp_size} * {self.pp_size} * {self.cp_size}) = {self.dp_size}",
             f"num_engines = {'world_size' if rollout_ranks == self.world_size else 'ranks of the engines'} / "
-            f"{'(tp * pp * ep)' if self.engine_is_actor else 'rollout_tp'} = "
+            f"{'(tp * pp * ep)' if self.engine_is_actor else 'engine_ranks'} = "
             f"{rollout_ranks} / {self.engine_ranks} = {self.num_engines}",
             f"rollouts_per_step = train_batch_size * n = {batch} * {n} = {self.rollouts_per_step}",
             f"rollouts_per_engine = train_batch_size / num_engines * n = {batch} / {self.num_engines} * {n} = "
@@ -180,21 +180,22 @@ def check_ranks(layout: LayoutConfig, ranks: range, section: str = "actor") -> i
 
 
 def _count_engine_ranks(cfg: RunConfig, world_size: int) -> int:
-    actor, rollout_tp_size = cfg.actor, cfg.rollout.tensor_model_parallel_size
+    actor, width = cfg.actor, cfg.rollout.ranks_per_engine
     if cfg.rollout.supports("is_actor"):
         sizes = (actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size, actor.expert_model_parallel_size)
         return math.gcd(math.prod(sizes), world_size)  # the product; an EP size that does not fit is refused later
     if cfg.schedule.elastic:
-        return 1  # which hands requests to engines of `rollout_tp_size` ranks of their own
-    if world_size % rollout_tp_size:
+        return 1  # which hands requests to engines of `width` ranks of their own
+    if world_size % width:
+        setting = "rollout.tensor_model_parallel_size" + " x data_parallel_size" * (cfg.rollout.data_parallel_size > 1)
         raise UserError(
-            f"world_size {world_size} is no multiple of rollout.tensor_model_parallel_size {rollout_tp_size}",
-            source="world size (torchrun), or placement.rollout, and rollout.tensor_model_parallel_size",
-            expected=f"rollout.tensor_model_parallel_size of {_nearest_divisors(world_size, rollout_tp_size)}"
-            f", or a world size of {_nearest_multiples(world_size, rollout_tp_size)}",
+            f"world_size {world_size} is no multiple of {setting} {width}",
+            source=f"world size (torchrun), or placement.rollout, and {setting}",
+            expected=f"{setting} of {_nearest_divisors(world_size, width)}"
+            f", or a world size of {_nearest_multiples(world_size, width)}",
             hint="each rollout engine takes that many ranks, and no rank may be left over",
         )
-    return rollout_tp_size
+    return width
 
 
 def _check_batches(cfg: RunConfig, spec: RunSpec, dp_size: int, num_train_prompts: int | None) -> None:

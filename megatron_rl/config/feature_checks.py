@@ -37,6 +37,7 @@ _REASONS = {
     "set data.max_prompt_length and data.max_response_length": "max_model_len",
     "set rollout.max_num_seqs": "max_num_seqs",
     "set rollout.tensor_model_parallel_size": "tensor_parallel_size",
+    "set rollout.expert_parallel_size": "enable_expert_parallel",
     "set rollout.gpu_memory_utilization": "gpu_memory_utilization",
     "set rollout.kv_cache_gib": "kv_cache_memory_bytes num_gpu_blocks_override",
     "set rollout.enforce_eager": "enforce_eager",
@@ -44,15 +45,16 @@ _REASONS = {
     "set actor.lora.rank and hybrid.lora": ("enable_lora max_lora_rank max_cpu_loras lora_dtype fully_sharded_loras"),
     "set rollout.quantization": "quantization quantization_config",
     "set actor.lora.target_modules": "lora_target_modules",
+    "set rollout.data_parallel_size": "data_parallel_size",
     "the ranks of the job are the engines: rollout.tensor_model_parallel_size and placement.rollout decide": (
         "distributed_executor_backend pipeline_parallel_size prefill_context_parallel_size "
-        "decode_context_parallel_size data_parallel_size data_parallel_rank data_parallel_size_local "
+        "decode_context_parallel_size data_parallel_rank data_parallel_size_local "
         "data_parallel_address data_parallel_backend nnodes node_rank master_addr master_port device_ids "
         "enable_elastic_ep enable_fault_tolerance"
     ),
     "weights are written into vLLM's own parameters, shard to shard, in model.dtype": (
         "load_format model_loader_extra_config weight_transfer_config cpu_offload_gb cpu_offload_params "
-        "offload_backend offload_params enable_sleep_mode enable_cumem_allocator enable_expert_parallel "
+        "offload_backend offload_params enable_sleep_mode enable_cumem_allocator "
         "enable_eplb eplb_config expert_placement_strategy moe_backend linear_backend"
     ),
     "the engine runs the policy's own model, whose shape is that of model.path": (
@@ -450,6 +452,38 @@ def _check_routes(config: CheckedConfig) -> None:
                 config.allow(f"rollout.{leaf}", needed, why, trainer)
 
 
+def _check_expert_parallel(config: CheckedConfig) -> None:
+    """Refuse to give whole experts to some ranks of an engine only, or to an engine that splits each expert."""
+    name, parts = "rollout.expert_parallel_size", "rollout.data_parallel_size"
+    ranks, is_split = config.get("rollout.ranks_per_engine"), config.get(parts) > 1
+    if config.get(name) == 1 and not is_split:
+        return
+    config.require(
+        config.get(name) == ranks,
+        name,
+        f"with engines of {ranks} rank(s): rollout.tensor_model_parallel_size x {parts}",
+        expected=f"{ranks}, the ranks of an engine" if is_split else f"1, or {ranks}, the ranks of an engine",
+        hint=f"set {name}={ranks}" + (f", or leave {parts} out" if is_split else " or 1"),
+    )
+    config.need("expert_parallel", name, 1, "which splits each expert over the ranks of an engine")
+    config.exclude("schedule.elastic=true", (name, 1, "engines outside of the job split each expert"))
+    if not is_split:
+        return
+    for leaf, needed in (("async_scheduling", False), ("model_runner", "v1")):
+        if config.get(f"rollout.{leaf}") not in (None, "auto"):
+            config.allow(f"rollout.{leaf}", needed, f"with {parts}: each step has a forward", f"leave {parts} out")
+    config.exclude(parts, ("hybrid.lora", "merge", "adapters beside the weights are not tried with it"))
+    if config.get("rollout.tensor_model_parallel_size") > 1:
+        why = "each TP rank routes other tokens of a forward, and the routes of one rank are recorded"
+        config.require(
+            config.get("actor.router_replay") != "engine",
+            "actor.router_replay",
+            f"with {parts} and rollout.tensor_model_parallel_size above 1: {why}",
+            expected="off or trainer",
+            hint="set actor.router_replay=trainer, or rollout.tensor_model_parallel_size=1",
+        )
+
+
 def _check_schedule(config: CheckedConfig) -> None:
     """Refuse stale samples without importance sampling, and `schedule.replay` if settings fix the times of updates."""
     is_timed = config.get("schedule.updates") == "in_flight" and config.get("schedule.steps_per_update") is None
@@ -681,6 +715,7 @@ _RULES = (
     _check_bitwise,
     _check_server,
     _check_routes,
+    _check_expert_parallel,
     _check_schedule,
     _check_elastic,
     check_agents,

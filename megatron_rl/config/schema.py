@@ -211,7 +211,21 @@ class RolloutConfig(SamplingSettings):
         "for every family), or a server: vllm_server, sglang, openai.",
     )
     server: ServerConfig = ServerConfig()
-    tensor_model_parallel_size: int = option(1, "Ranks per engine (engine megatron: leave it out).", "ranks", ge=1)
+    tensor_model_parallel_size: int = option(
+        1, "Ranks that share each matrix of an engine (engine megatron: leave it out).", "ranks", ge=1
+    )
+    expert_parallel_size: int = option(
+        1,
+        "Mixtures in vLLM: 1, and ranks share each expert, or all ranks of an engine, and each has whole experts.",
+        "ranks",
+        ge=1,
+    )
+    data_parallel_size: int = option(
+        1,
+        "Mixtures in vLLM: parts of an engine that attend to requests of their own and share its experts.",
+        "parts",
+        ge=1,
+    )
     n: int = option(8, "Responses per prompt (group size).", "responses", ge=1)
     bitwise: bool = option(
         False,
@@ -223,7 +237,7 @@ class RolloutConfig(SamplingSettings):
         "What an engine gets: whole groups, or samples of each group, which is evener. auto: groups with one "
         "engine or with prompts much longer than responses, else samples.",
     )
-    max_num_seqs: int = option(256, "Sequences that one engine decodes at once.", "sequences", ge=1)
+    max_num_seqs: int = option(256, "Sequences that an engine, or a part of it, decodes at once.", "sequences", ge=1)
     kv_cache_gib: float | None = option(
         None,
         "KV cache of an engine rank; default: gpu_memory_utilization, on CPU by max_num_seqs (at most 1); engine "
@@ -246,6 +260,11 @@ class RolloutConfig(SamplingSettings):
         "none", "vLLM keeps the matrices of attention and MLPs in eight bits (docs/sampling.md)."
     )
     engine_options: dict[str, Any] = option({}, "vLLM: further EngineArgs; some are refused (docs/sampling.md).")
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """Ranks of an engine with weights of its own."""
+        return self.tensor_model_parallel_size * self.data_parallel_size
 
     def supports(self, ability: str) -> bool:
         """Whether the engine has one of `extension.registry.ABILITIES`; UserError for an unknown engine."""

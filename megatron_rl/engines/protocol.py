@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interfaces of rollout engines, their sampling contract, and registration; read this before you write an engine.
 
-`tensor_model_parallel_size` consecutive ranks (or the ranks of a `PlacedEngine`) are one engine; all engines together
-span `placement.rollout`. `RolloutEngine` is the request side, called by `rollout.serving`; `EngineWeights` is the
-weight side, called by the hybrid engine.
+`RolloutConfig.ranks_per_engine` consecutive ranks (or the ranks of a `PlacedEngine`) are one engine; all engines
+together span `placement.rollout`. `RolloutEngine` is the request side, called by `rollout.serving`; `EngineWeights` is
+the weight side, called by the hybrid engine.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class EngineSpec:
         return self.shape.route_shape if self.records_routes else None
 
     def find_place(self, rank: int) -> int:
-        """Return the TP rank that a job rank has in its engine."""
-        return (rank - (self.ranks.start if self.ranks else 0)) % self.config.tensor_model_parallel_size
+        """Return the place of a job rank in its engine, where TP ranks are neighbors."""
+        return (rank - (self.ranks.start if self.ranks else 0)) % self.config.ranks_per_engine
 
 
 Probed = Sequence[tuple[Request, Sampled]]  # a server's responses to fixed requests, for the comparison of weights

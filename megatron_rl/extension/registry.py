@@ -89,6 +89,7 @@ ABILITIES = {
     "this_python": "starts it with the interpreter of the run where rollout.server.python is null",
     "reloads_server": "loads weights into its server without rollout.server.on_update",
     "tensor_parallel": "spans several ranks (rollout.tensor_model_parallel_size)",
+    "expert_parallel": "gives whole experts to its ranks (rollout.expert_parallel_size)",
     "decode_steps": "counts its steps (schedule.steps_per_update, schedule.replay)",
     "truncation": "returns the sets that tokens were drawn from (top_p, top_k, min_p, min_tokens)",
     "min_tokens": "holds stop tokens back (rollout.min_tokens)",
@@ -142,7 +143,7 @@ ENGINES: Registry[RegisteredEngine] = Registry(
     "rollout.engine",
     vllm=RegisteredEngine(
         Deferred("megatron_rl.engines.vllm.vllm_engine", "VllmEngine"),
-        _IN_RANKS | _VLLM | {"adapters", "coded_weights", "elastic", "latent_cache", "scores"},
+        _IN_RANKS | _VLLM | {"adapters", "coded_weights", "elastic", "expert_parallel", "latent_cache", "scores"},
         check_model=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_installed"),
         check_on_cpu=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_cpu_limits"),
     ),

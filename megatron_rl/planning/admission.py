@@ -83,7 +83,7 @@ def check_job(job: Job) -> BatchPlan:
     plan = BatchPlan.build(job.config, job.cluster.world_size, job.spec)
     for role in job.spec.laid_out:
         check_layout(role, job.shape_of(role), job.ranks_of(role.name))
-    check_rollout_layout(job.shape, job.config.rollout.tensor_model_parallel_size)
+    check_rollout_layout(job.shape, job.engine_tp, job.engine_ep)
     return plan
 
 
@@ -175,7 +175,7 @@ def _list_choices(job: Job) -> Iterator[Choice]:
     shape, world, node = job.shape, len(job.ranks_of("actor")), job.cluster.gpus_per_node
     now = describe_choice(job)
     powers = {1 << i for i in range(node.bit_length()) if node % (1 << i) == 0}
-    rollout_sizes = sorted(powers | {now.rollout_tensor_model_parallel_size})
+    rollout_sizes = sorted((powers if job.engine_ep == 1 else set()) | {now.rollout_tensor_model_parallel_size})
     now_cp = now.context_parallel_size
     cp_sizes = sorted(powers | {now_cp})
     offloads = sorted({now.offload, True})

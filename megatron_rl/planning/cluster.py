@@ -88,6 +88,26 @@ class Job:
         return section.tensor_model_parallel_size
 
     @property
+    def engine_ep(self) -> int:
+        """Expert parallel size of an engine with weights of its own."""
+        return 1 if self.engine_is_actor else self.config.rollout.expert_parallel_size
+
+    @property
+    def engine_width(self) -> int:
+        """Ranks of an engine with weights of its own."""
+        return max(self.engine_tp, self.engine_ep)
+
+    @property
+    def engine_dp(self) -> int:
+        """Data parallel size of an engine: the parts that have a KV cache each."""
+        return self.engine_width // self.engine_tp
+
+    def describe_engine(self) -> str:
+        """Return e.g. `engine tp=2 dp=4 ep=8`."""
+        experts = f" dp={self.engine_dp} ep={self.engine_ep}" if self.engine_ep > 1 else ""
+        return f"engine tp={self.engine_tp}{experts}"
+
+    @property
     def others(self) -> list[RoleSpec]:
         """Roles with a layout of their own, except the actor."""
         return [role for role in self.spec.laid_out if role.name != "actor"]

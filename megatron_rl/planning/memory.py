@@ -106,7 +106,7 @@ def find_smallest_cache(job: Job, memory: Sequence[RankMemory]) -> RankMemory:
 def _list_stages(job: Job, rank: int) -> tuple[int | None, ...]:
     """Return a rank's pipeline stage in each role, and its index in an engine; `None` for each without this rank."""
     layouts = [job.layout_of(role) for role in job.spec.roles.values()]
-    place = (rank - job.rollout_ranks.start) % job.engine_tp if rank in job.rollout_ranks else None
+    place = (rank - job.rollout_ranks.start) % job.engine_width if rank in job.rollout_ranks else None
     return (*(layout.coordinates(rank).pp if rank in layout.ranks else None for layout in layouts), place)
 
 
@@ -291,9 +291,14 @@ def _engine_phases(
     else:
         own, staged = count_own_bytes(job, rank), count_staged_bytes(job, rank)
     # vLLM's activations: hidden states of its largest batch, and logits of all sequences with float32 copies.
-    columns = 4 * shape.hidden_size + 3 * shape.ffn_hidden_size * (shape.experts_per_token or 1) / tp
+    h, f = shape.hidden_size, shape.ffn_hidden_size
+    columns = 4 * h + 3 * f * (shape.experts_per_token or 1) / tp
     logits = rollout.max_num_seqs * shape.vocab_size * (itemsize + 2 * _FLOAT)
-    working = int(ENGINE_BATCH_TOKENS * columns * itemsize + logits)
+    batch = rollout.engine_options.get("max_num_batched_tokens", ENGINE_BATCH_TOKENS)
+    if job.engine_dp > 1:  # rows of all DP ranks and their choices: input, two workspaces, output
+        wide = shape.experts_per_token * (max(f, h) + max(2 * f, h)) + 2 * h
+        columns = 4 * h + job.engine_dp * wide
+    working = int(batch * columns * itemsize + logits)
     if rollout.kv_cache_gib is not None:
         cache = int(rollout.kv_cache_gib * (1 << 30))
     elif job.engine_is_actor:

@@ -332,7 +332,7 @@ def caches_latents(job: Job) -> bool:
 def count_engine_bytes(job: Job) -> int:
     """Return the weight bytes of any engine rank."""
     itemsize = DTYPE_BYTES[job.config.model.dtype]
-    found = compute_engine_bytes(job.shape, job.engine_tp, itemsize, is_coded(job))
+    found = compute_engine_bytes(job.shape, job.engine_tp, itemsize, is_coded(job), job.engine_ep)
     if caches_latents(job):  # vLLM keeps the up-projections of keys and values in a second form
         found += job.shape.num_layers * math.prod(job.shape.kind_sizes()["kv_up"]) // job.engine_tp * itemsize
     return found
@@ -350,7 +350,7 @@ def count_own_bytes(job: Job, rank: int) -> int:
         place = _find_place(job, rank)
         copied = _FUSED_LATENTS if caches_latents(job) and shape.latent and shape.latent.query else ()
         own -= itemsize * count_aliased_elements(
-            shape, job.layout, rank, job.engine_tp, place, unshared, is_coded(job), copied
+            shape, job.layout, rank, job.engine_tp, place, unshared, is_coded(job), copied, job.engine_ep
         )
     if adapters is not None and not is_merged:
         own += sum(map(math.prod, adapters.logical_tensors().values())) * itemsize
@@ -358,24 +358,24 @@ def count_own_bytes(job: Job, rank: int) -> int:
 
 
 def _find_place(job: Job, rank: int) -> int:
-    return (rank - job.rollout_ranks.start) % job.engine_tp
+    return (rank - job.rollout_ranks.start) % job.engine_width
 
 
 def count_staged_bytes(job: Job, rank: int) -> int:
     """Return bytes of tensors that a rank stages for servers or elastic engines; 0 for engines in the job."""
     if not job.config.rollout.supports("is_server") and not job.config.schedule.elastic:
         return 0
-    mine = huggingface_placements(job.shape)[_find_place(job, rank) :: job.engine_tp]
+    mine = huggingface_placements(job.shape)[_find_place(job, rank) :: job.engine_width]
     return sum(box_volume(p.local_box) for p in mine) * DTYPE_BYTES[job.config.model.dtype]
 
 
 @lru_cache(maxsize=256)
-def compute_engine_bytes(shape: ModelShape, tp_size: int, itemsize: int, coded: bool = False) -> int:
+def compute_engine_bytes(shape: ModelShape, tp_size: int, itemsize: int, coded: bool = False, ep_size: int = 1) -> int:
     """Compute the parameter bytes of any engine rank; `coded`: matrices are 8-bit codes with a scale per row."""
     likes = _find_likes(shape)
     small = replace(shape, num_layers=max(likes) + 1)
     matrices, sizes = list_matrices(small) if coded else frozenset(), defaultdict(int)
-    for p in vllm_placements(small, tp_size=tp_size, tp_rank=0):
+    for p in vllm_placements(small, tp_size=tp_size, place=0, ep_size=ep_size):
         if p.hf_name in matrices:
             size = box_volume(p.local_box) * CODE_BYTES + box_shape(p.local_box)[0] * SCALE_BYTES
         else:
@@ -404,6 +404,7 @@ def count_aliased_elements(
     adapters: AdapterShape | None = None,
     coded: bool = False,
     copied: tuple[str, ...] = (),
+    rollout_ep: int = 1,
 ) -> int:
     """Count the elements of an engine rank's weights that share the actor's storage.
 
@@ -419,7 +420,15 @@ def count_aliased_elements(
     place = (rank - layout.first_rank) % (tp * ep)  # position in the stage
     num_layers = math.ceil((max(likes) + 1) / stages) * stages
     shared, first, last = _count_aliased_blocks(
-        replace(shape, num_layers=num_layers), small, place, rollout_tp, rollout_rank, adapters, coded, copied
+        replace(shape, num_layers=num_layers),
+        small,
+        place,
+        rollout_tp,
+        rollout_rank,
+        adapters,
+        coded,
+        copied,
+        rollout_ep,
     )
     own = (n for c in range(layout.vpp_size) for n in stage_layers(shape.num_layers, layout, pp, c))
     return sum(shared[likes[n]] for n in own) + (first if pp == 0 else last if pp == pp_size - 1 else 0)
@@ -435,9 +444,10 @@ def _count_aliased_blocks(
     adapters: AdapterShape | None,
     coded: bool,
     copied: tuple[str, ...],
+    rollout_ep: int,
 ) -> tuple[Counter[int | None], int, int]:
     """Count shared elements of an engine rank: by layer; outside of layers on the first, and on the last stage."""
-    theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank, coded)
+    theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank, coded, rollout_ep)
     # Both sides pad the vocabulary; storage can be shared only with equal padding.
     has_same_vocabulary = padded_vocab_size(shape.vocab_size, layout.tp_size) == padded_vocab_size(shape.vocab_size, 1)
     layers: Counter[int | None] = Counter()
@@ -461,11 +471,12 @@ def _count_aliased_blocks(
 
 @lru_cache(maxsize=64)
 def _list_engine_parameters(
-    shape: ModelShape, tp_size: int, tp_rank: int, coded: bool
+    shape: ModelShape, tp_size: int, place: int, coded: bool, ep_size: int
 ) -> tuple[Sequence[ShardBox], dict[str, int]]:
     """List the shards of HF tensors on an engine rank, without 8-bit matrices; also return parameter -> elements."""
     matrices, sizes = list_matrices(shape) if coded else frozenset(), defaultdict(int)
-    table = [p for p in vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank) if p.hf_name not in matrices]
+    boxes = vllm_placements(shape, tp_size=tp_size, place=place, ep_size=ep_size)
+    table = [p for p in boxes if p.hf_name not in matrices]
     for placement in table:
         sizes[placement.param] += box_volume(placement.local_box)
     return table, dict(sizes)

@@ -32,11 +32,15 @@ def describe_run(
         if where or role.spec.name != "reference":
             yield role.spec.title, f"{role.layout.describe()}{where}"
     modes = describe_engine(config.rollout, device, config.actor.router_replay == "engine")
-    engines = config.placement.ranks_of("rollout", plan.world_size)
+    engines, rollout = config.placement.ranks_of("rollout", plan.world_size), config.rollout
+    sizes = f"tp={rollout.tensor_model_parallel_size}"
+    if plan.engine_is_actor:
+        sizes = f"the actor, rank(s) {plan.engine_ranks}"
+    elif rollout.expert_parallel_size > 1:
+        sizes += f" dp={rollout.data_parallel_size} ep={rollout.expert_parallel_size}"
     yield (
         "rollout",
-        f"{config.rollout.engine}, {plan.num_engines} engine(s) of "
-        f"{'the actor, rank(s) ' if plan.engine_is_actor else 'tp='}{plan.engine_ranks}"
+        f"{config.rollout.engine}, {plan.num_engines} engine(s) of {sizes}"
         f"{_describe_ranks(engines, plan.world_size)}{modes and '; ' + modes}",
     )
     if k := config.schedule.max_staleness:

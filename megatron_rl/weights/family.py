@@ -32,6 +32,8 @@ class ExpertNames:
     # Files pack a layer's experts (`weights/packed_experts.py`): "turns" always, "halves" in some checkpoints, `None`
     # never.
     packing: Literal["turns", "halves"] | None = None
+    # TP ranks of vLLM hold shared experts whole in an engine that is data parallel, too: each computes other tokens.
+    is_shared_whole: bool = False
     shared_gate: str | None = None  # `<block>.<shared_gate>` scales the shared expert by a sigmoid; unscaled if `None`
 
     @property
@@ -93,7 +95,7 @@ class Family:
 
 _SIGMOID_EXPERTS = ExpertNames(shared="shared_experts", bias="gate.e_score_correction_bias")
 _MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe", "w1", "w3", "w2", "intermediate_size")
-_GATED_EXPERTS = ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate")
+_GATED_EXPERTS = ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate", is_shared_whole=True)
 _DELTA_NETS: dict[str, Any] = dict(qk_norm=True, partial_rotary=0.25, zero_centered_norms=True, has_delta_nets=True)
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
@@ -181,7 +183,7 @@ FAMILIES: dict[str, Family] = {
         "DeepseekV3ForCausalLM",
         rotates_neighbors=True,
         has_latent_attention=True,
-        experts=_SIGMOID_EXPERTS,
+        experts=replace(_SIGMOID_EXPERTS, is_shared_whole=True),
         vllm_module="deepseek_v2",
     ),
     "glm4_moe_lite": Family(

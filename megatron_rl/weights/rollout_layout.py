@@ -3,7 +3,8 @@
 
 * vLLM, per TP rank: `qkv_proj = [q; k; v]` with KV heads replicated if tp > KV heads, `gate_up_proj = [gate; up]`,
   vocabulary rows padded to a multiple of 64, tied embeddings once; all experts on every rank, per layer `w13_weight`
-  [E, 2 * ffn/tp, h] = `[gate; up]` and `w2_weight` [E, h, ffn/tp];
+  [E, 2 * ffn/tp, h] = `[gate; up]` and `w2_weight` [E, h, ffn/tp]; with expert parallelism E / ep consecutive experts,
+  whole, per rank, numbered from 0;
 * gpt-oss: gates and ups alternate by rows, as two views; `w2_bias` is on the first rank only, as results are summed;
 * gated delta nets: `in_proj_qkvz` and `in_proj_ba` as in the checkpoint, or `[q; k; v; z]` and `[b; a]` if split there;
 * latent attention: nothing is fused; with a latent cache, views of the down-projections that vLLM fuses;
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.extension.registry import ENGINES, name_engines
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import SHARED, ModelShape
 from megatron_rl.weights.family import FAMILIES
 from megatron_rl.weights.packed_experts import is_packed
 from megatron_rl.weights.placement_tables import PlacementTable, Share, TableRows, list_parts, split_boxes
@@ -96,8 +97,13 @@ def huggingface_placements(shape: ModelShape) -> list[ShardBox]:
     return [ShardBox(name, full_box(size), name, full_box(size)) for name, size in shape.logical_tensors().items()]
 
 
-def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> PlacementTable:
-    """Return the placements of one vLLM TP rank (unquantized; experts as matrices).
+def vllm_placements(shape: ModelShape, *, tp_size: int, place: int, ep_size: int = 1) -> PlacementTable:
+    """Return the placements of one rank of a vLLM engine (unquantized; experts as matrices).
+
+    Args:
+        place: index of the rank in its engine of `max(tp_size, ep_size)` ranks; its remainder by `tp_size` is the TP
+            rank.
+        ep_size: 1, or all ranks of the engine; divides the number of experts.
 
     Raises:
         UserError: `tp_size` does not divide the padded vocabulary.
@@ -111,19 +117,25 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> Placeme
             expected=f"a divisor of {padded}",
             hint="use 1, 2, 4 or 8",
         )
-    boxes = split_boxes(shape, Share(tp_size, tp_rank), padded // tp_size)
-    packed = is_packed(shape)
+    tp_rank, is_split = place % tp_size, ep_size > 1
+    boxes = split_boxes(shape, Share(tp_size, tp_rank), padded // tp_size, Share(1, 0) if is_split else None)
+    names, packed = FAMILIES[shape.family].experts, is_packed(shape)
+    if ep_size > tp_size and names is not None and names.is_shared_whole:
+        whole = split_boxes(shape, Share(1, 0), padded)
+        boxes = boxes | {kind: pair for kind, pair in whole.items() if kind.startswith(SHARED)}
     if packed:  # ups are parameters of their own
         boxes = boxes | {up: (boxes[gate][0], boxes[up][1]) for gate, up in (("gate", "up"), ("gate.bias", "up.bias"))}
-    return PlacementTable(_list_rows(shape, tp_rank == 0 or not packed), boxes)
+    experts = Share(ep_size, place) if is_split else Share(1, 0)
+    return PlacementTable(_list_rows(shape, experts, tp_rank == 0 or is_split or not packed), boxes)
 
 
-@lru_cache(maxsize=2)
-def _list_rows(shape: ModelShape, is_first: bool) -> TableRows:
-    packed = is_packed(shape)
+@lru_cache(maxsize=256)  # at most one per rank of an engine
+def _list_rows(shape: ModelShape, experts: Share, is_first: bool) -> TableRows:
+    packed, mine = is_packed(shape), range(*experts.cut(shape.num_experts))
     return TableRows(
-        (_find_param(name, kind, packed), name, _ALONE.get(boxes, boxes))
+        (_find_param(name, kind, packed, mine.start), name, _ALONE.get(boxes, boxes))
         for name, kind in shape.tensor_kinds().items()
+        if (expert := _find_expert(name)) is None or expert in mine
         for _, boxes in list_parts(kind)
         if is_first or kind != "down.bias"
     )
@@ -138,12 +150,17 @@ _FUSED = {
 }
 
 
-def _find_param(hf_name: str, kind: str, is_packed: bool) -> str:
+def _find_expert(hf_name: str) -> int | None:
+    _, _, of_expert = hf_name.partition(".experts.")
+    return int(of_expert.partition(".")[0]) if of_expert else None
+
+
+def _find_param(hf_name: str, kind: str, is_packed: bool, first_expert: int) -> str:
     block, _, of_expert = hf_name.partition(".experts.")
     if of_expert:
         expert, matrix, what = of_expert.split(".")
         is_down = kind in ("down", "down.bias")
-        fused = f"{block}.experts.routed_experts.{'w2' if is_down else 'w13'}_{what}.{expert}"
+        fused = f"{block}.experts.routed_experts.{'w2' if is_down else 'w13'}_{what}.{int(expert) - first_expert}"
         return f"{fused}.{matrix}" if is_packed and not is_down else fused
     for ours, theirs in _RENAMED.items() if is_packed else ():
         hf_name = hf_name.replace(ours, theirs)

@@ -70,10 +70,19 @@ def check_router_replay(shape: ModelShape, source: str) -> None:
         )
 
 
-def check_rollout_layout(shape: ModelShape, tp_size: int) -> None:
+def check_rollout_layout(shape: ModelShape, tp_size: int, ep_size: int = 1) -> None:
     """Refuse an engine layout that does not fit the model (UserError); KV heads may be replicated."""
-    if not _fits_engine(shape, tp_size):
-        valid = [n for n in range(1, shape.num_heads + 1) if _fits_engine(shape, n)]
+    experts = shape.num_experts
+    if ep_size > 1 and (experts == 0 or experts % ep_size):
+        what = f"does not divide the {experts} experts of the model" if experts else "needs a mixture of experts"
+        raise UserError(
+            f"rollout.expert_parallel_size {ep_size} {what}",
+            source="rollout.expert_parallel_size and the model's config.json",
+            expected=f"1{f', or {ep_size} for a multiple of so many experts' if experts else ''}",
+            hint="leave rollout.expert_parallel_size out: the ranks of an engine then share each expert",
+        )
+    if not _fits_engine(shape, tp_size, ep_size):
+        valid = [n for n in range(1, shape.num_heads + 1) if _fits_engine(shape, n, ep_size)]
         raise UserError(
             f"rollout.tensor_model_parallel_size {tp_size} does not fit {shape.num_heads} attention heads, "
             f"{shape.num_kv_heads} KV heads and {shape.ffn_hidden_size} feed-forward columns",
@@ -83,9 +92,10 @@ def check_rollout_layout(shape: ModelShape, tp_size: int) -> None:
         )
 
 
-def _fits_engine(shape: ModelShape, tp_size: int) -> bool:
+def _fits_engine(shape: ModelShape, tp_size: int, ep_size: int) -> bool:
     kv, net = shape.num_kv_heads, shape.delta_net
-    sizes = (shape.num_heads, *shape.ffn_sizes().values(), *((net.key_heads,) if net else ()))
+    columns = (size for prefix, size in shape.ffn_sizes().items() if prefix or ep_size == 1)  # no part of an expert
+    sizes = (shape.num_heads, *columns, *((net.key_heads,) if net else ()))
     return all(size % tp_size == 0 for size in sizes) and (kv % tp_size == 0 or tp_size % kv == 0)
 
 

@@ -85,7 +85,7 @@ def test_the_plan_counts_the_ranks_of_the_actor() -> None:
     assert "dp_size = ranks of the actor / (tp * pp * cp) = 4 / (2 * 1 * 1) = 2" in plan.formulas()
     plan = build(6, actor="0-1", rollout="2-5")
     assert (plan.num_engines, plan.rollouts_per_engine_max) == (4, 8 * PPO.rollout.n // 4)
-    assert "num_engines = ranks of the engines / rollout_tp = 4 / 1 = 4" in plan.formulas()
+    assert "num_engines = ranks of the engines / engine_ranks = 4 / 1 = 4" in plan.formulas()
     assert "dp_size = world_size / (tp * pp * cp) = 4 / (2 * 1 * 1) = 2" in build(4).formulas()
 
 

@@ -201,7 +201,7 @@ def test_dry_run_starts_nothing(environment: dict[str, str]) -> None:
         RUN_DIR="/shared/runs/a",
     )
     assert result.returncode == 2 and "there is no directory absent" in result.stderr
-    assert "num_engines = world_size / rollout_tp = 32 / 1 = 32" in result.stdout
+    assert "num_engines = world_size / engine_ranks = 32 / 1 = 32" in result.stdout
     assert not Path(environment["RECORD"]).exists()
 
 

@@ -44,7 +44,7 @@ def test_the_tutorial_recipe(files: list[str]) -> None:
     result = dry_run(*files)
     assert result.returncode == 0, result.stderr
     for line in (
-        "num_engines = world_size / rollout_tp = 6 / 2 = 3",
+        "num_engines = world_size / engine_ranks = 6 / 2 = 3",
         "rollouts_per_step = train_batch_size * n = 60 * 12 = 720",
         "rollouts_per_engine = train_batch_size / num_engines * n = 60 / 3 * 12 = 240",
     ):
@@ -59,7 +59,7 @@ def test_overrides_in_the_form_of_verl_scripts(files: list[str]) -> None:
     result = dry_run(*files, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "--world-size", 12)
     assert result.returncode == 0, result.stderr
     assert "rollouts_per_step = train_batch_size * n = 60 * 8 = 480" in result.stdout
-    assert "num_engines = world_size / rollout_tp = 12 / 2 = 6" in result.stdout
+    assert "num_engines = world_size / engine_ranks = 12 / 2 = 6" in result.stdout
     assert "contradiction" not in result.stderr
 
 

@@ -10,7 +10,8 @@ import math
 
 import pytest
 
-from megatron_rl.planning.memory import compute_memory
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.memory import compute_memory, find_smallest_cache
 from megatron_rl.planning.parameters import (
     compute_engine_bytes,
     count_aliased_elements,
@@ -21,6 +22,7 @@ from megatron_rl.planning.parameters import (
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
 from megatron_rl.weights.shard_box import box_volume
 from planning_jobs import PREFIXED, make_job, published_shape, small_shape
+from tools.planning.communication import count_exchanged, count_reduced
 from tools.planning.switch import plan_switch
 
 CODED = ("rollout.quantization=int8", "algorithm.importance_sampling=token-truncate")
@@ -33,9 +35,54 @@ Q, KV, FFN, HIDDEN, LAYERS, VOCAB = 64, 32, 96, 64, 8, 512  # rows of matrices o
 @pytest.mark.parametrize("tp_size", [1, 4])
 def test_bytes_are_those_of_the_table(tp_size: int, changes: dict) -> None:
     shape = small_shape(**changes)
-    elements = sum(box_volume(p.local_box) for p in vllm_placements(shape, tp_size=tp_size, tp_rank=0))
+    elements = sum(box_volume(p.local_box) for p in vllm_placements(shape, tp_size=tp_size, place=0))
     assert compute_engine_bytes(shape, tp_size, 2) == 2 * elements
     assert compute_engine_bytes(shape, tp_size, 4) == 4 * elements
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 2), (1, 4), (2, 4)])
+def test_engines_of_whole_experts_have_a_share_of_them_and_the_rest_by_tp(tp: int, ep: int) -> None:
+    """And of the actor's experts, dealt alike, all share its storage; EP ranks with others share none of them."""
+    shape = small_shape(**MIXTURE)
+    experts = LAYERS * 4 * 3 * 32 * HIDDEN
+    rest = compute_engine_bytes(shape, tp, 2) - 2 * experts // tp
+    assert compute_engine_bytes(shape, tp, 2, ep_size=ep) == rest + 2 * experts // ep
+    layout = ParallelLayout(4, ep_size=4)
+    shared = [count_aliased_elements(shape, layout, rank, 1, rank, rollout_ep=4) for rank in range(4)]
+    other = count_aliased_elements(shape, layout, 0, 1, 1, rollout_ep=4)
+    assert [one - other for one in shared] == [experts // 4] * 4
+
+
+def test_data_parallel_parts_have_a_cache_each_and_exchange_tokens() -> None:
+    """DeepSeek-V3's recipe with engines of TP 8, 16 parts: each caches the latents of its own responses."""
+    shape, sizes = (
+        published_shape("DeepSeek-V3"),
+        ["rollout.gpu_memory_utilization=0.45", "rollout.enforce_eager=false"],
+    )
+    sizes += ["actor.tensor_model_parallel_size=8", "actor.expert_model_parallel_size=256", "rollout.n=8"]
+    sizes += ["actor.expert_tensor_parallel_size=1", "actor.sequence_parallel=true", "data.train_batch_size=256"]
+    sizes += ["data.max_prompt_length=1024", "data.max_response_length=8192", "actor.recompute_granularity=full"]
+    sizes += ["actor.offload_gradients=true", "actor.offload_optimizer=true", "rollout.max_num_seqs=32"]
+    parts = [
+        "rollout.tensor_model_parallel_size=8",
+        "rollout.data_parallel_size=16",
+        "rollout.expert_parallel_size=128",
+    ]
+    parts += ["rollout.engine_options.max_num_batched_tokens=1024"]
+    cluster = dict(nodes=64, gpus_per_node=8)
+    before, after = (
+        make_job(shape, *sizes, *more, **cluster) for more in (["rollout.tensor_model_parallel_size=64"], parts)
+    )
+    assert (after.engine_tp, after.engine_dp, after.engine_ep, after.engine_width) == (8, 16, 128, 128)
+    small, large = (find_smallest_cache(job, compute_memory(job)) for job in (before, after))
+    assert small.kv_bytes_per_token == large.kv_bytes_per_token == 2 * 61 * 576
+    assert 16 * large.kv_cache_bytes // (9216 * 2 * 61 * 576) >= 256
+    hidden, mixtures = 7168 * 2, 58
+    assert count_exchanged(before) == 0 and count_reduced(before) == 4 * 61 * hidden * 63 / 64
+    assert count_reduced(after) == (4 * 61 - 2 * mixtures) * hidden * 7 / 8
+    assert count_exchanged(after) == mixtures * 2 * 16 * hidden * 127 / 128
+    routed = after.with_config(rollout={"engine_options": {"all2all_backend": "deepep_high_throughput"}})
+    assert count_exchanged(routed) == mixtures * 2 * 8 / 8 * hidden * 127 / 128
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

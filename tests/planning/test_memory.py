@@ -201,7 +201,7 @@ def test_shared_elements_are_those_of_the_whole_tables(sizes: dict, rollout_tp: 
     """The planner reads them off a few layers; here every pair of the full tables is added up."""
     shape, layout = small_shape(**changes), ParallelLayout(8, **sizes)
     for rank in (0, 7):
-        theirs = vllm_placements(shape, tp_size=rollout_tp, tp_rank=rank % rollout_tp)
+        theirs = vllm_placements(shape, tp_size=rollout_tp, place=rank % rollout_tp)
         ours = megatron_placements(shape, layout, rank)
         pairs, expected = find_aliases(ours, theirs), 0
         for placement in theirs:

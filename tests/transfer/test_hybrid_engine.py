@@ -8,6 +8,7 @@ Real megatron-core, real vLLM, real transformers, gloo. Not covered here: bytes 
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from role_setups import take_step
+from safetensors.torch import load_file
 from sample_rollouts import gather_rollouts
 from tiny_adapters import adapted, save_adapted
 
@@ -56,6 +58,8 @@ from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import box_slices
 from tiny_models import ENGINE_SIZES, engine_sizes, save_tiny_model
 
+ENGINE_AXES = ("tensor_model_parallel_size", "expert_parallel_size", "data_parallel_size")
+Engine = int | tuple[int, ...]  # TP size of an engine, or its sizes along the axes
 GREEDY = SamplingConfig(temperature=0.0, max_tokens=12, stop_token_ids=(2,))
 SAMPLED = SamplingConfig(temperature=1.0, max_tokens=12, stop_token_ids=(2,))
 
@@ -69,9 +73,9 @@ def make_prompts() -> list[Prompt]:
 
 
 def make_config(
-    path: Path, layout: dict[str, Any], rollout_tp: int, engine: str, hybrid: dict[str, Any], lora: LoraConfig
+    path: Path, layout: dict[str, Any], rollout: Engine, engine: str, hybrid: dict[str, Any], lora: LoraConfig
 ) -> RunConfig:
-    tp = layout.get("tp_size", 1)
+    tp, sizes = layout.get("tp_size", 1), dict(zip(ENGINE_AXES, rollout if isinstance(rollout, tuple) else (rollout,)))
     return RunConfig(
         model=ModelConfig(path=str(path), dtype="float32"),
         data=DataConfig(train_files=[], train_batch_size=5, max_prompt_length=80, max_response_length=12),
@@ -88,7 +92,7 @@ def make_config(
             expert_tensor_parallel_size=layout.get("etp_size"),
             zero_stage=layout.get("zero_stage", 1),
         ),
-        rollout=RolloutConfig(engine=engine, tensor_model_parallel_size=rollout_tp, max_num_seqs=16, n=2),
+        rollout=RolloutConfig(engine=engine, **sizes, max_num_seqs=16, n=2),
         hybrid=HybridConfig(**{"verify": "full", **hybrid}),
         trainer=TrainerConfig(seed=3),
     )
@@ -129,6 +133,15 @@ def list_absorbed(engine: Any) -> list[bool]:
     return equal
 
 
+def load_again(engine: Any, directory: Path) -> list[str]:
+    """Let vLLM's own loader read a checkpoint; return the names of the parameters that it changed, if only by a bit."""
+    worker = engine._llm.llm_engine.model_executor.driver_worker.worker
+    before = {name: param.detach().clone() for name, param in worker.get_model().named_parameters()}
+    tensors = {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    worker.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+    return [name for name, param in worker.get_model().named_parameters() if not torch.equal(param, before.pop(name))]
+
+
 def build(config: RunConfig, layout: ParallelLayout) -> tuple[Any, ParallelLayout, Any, Any, HybridEngine, Any]:
     """The process, its layout and groups, the actor, and its engine."""
     process, groups = init_distributed(2), build_groups(layout)
@@ -142,12 +155,14 @@ def work(
     world_size: int,
     path: Path,
     layout_sizes: dict[str, int],
-    rollout_tp: int,
+    rollout_tp: Engine,
     engine: str,
     hybrid_options: dict[str, Any] | None = None,
     lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
-    """Reshard, generate, take an optimizer step, reshard, generate again."""
+    """Reshard, generate, take an optimizer step, reshard, generate again, and load what was saved."""
+    if engine == "vllm":  # its loader then packs experts again
+        import_module("megatron_rl.engines.vllm.vllm_worker")
     config = make_config(path, layout_sizes, rollout_tp, engine, hybrid_options or {}, lora or LoraConfig())
     sizes = {name: size for name, size in layout_sizes.items() if name != "zero_stage"}
     process, layout, groups, actor, hybrid, generator = build(config, ParallelLayout(world_size, **sizes))
@@ -190,6 +205,7 @@ def work(
     result["after"] = [r.response_tokens.tolist() for r in rollouts_after]
     result["versions"] = {r.policy_version for r in rollouts_after}
     result["absorbed"] = list_absorbed(hybrid.engine) if engine == "vllm" else []
+    result["changed"] = load_again(hybrid.engine, path.parent / "updated") if engine == "vllm" else []
     result["verified"] = hybrid.verified_tensors
     generator.close()
     ones = torch.ones(1)
@@ -212,6 +228,19 @@ CASES = [
     ("vllm", "qwen3_moe", 2, {"ep_size": 2}, 1),
     pytest.param(*("vllm", "qwen3_moe", 2, {"ep_size": 2}, 2), marks=pytest.mark.slow),
     ("vllm", "mixtral", 2, {"ep_size": 2}, 2),
+    ("vllm", "qwen3_moe", 2, {"ep_size": 2}, (2, 2)),
+    ("vllm", "gpt_oss", 2, {"pp_size": 2}, (2, 2)),
+    ("vllm", "deepseek_v3", 2, {"tp_size": 2}, (2, 2)),
+    ("vllm", "glm4_moe", 2, {"ep_size": 2}, (2, 2)),
+    ("vllm", "mixtral", 2, {"tp_size": 2, "ep_size": 2, "etp_size": 1}, (2, 2)),
+    ("vllm", "qwen3_moe", 2, {"ep_size": 2}, (1, 2, 2)),
+    ("vllm", "gpt_oss", 2, {"tp_size": 2}, (1, 2, 2)),
+    pytest.param(
+        *("vllm", "deepseek_v3", 4, {"tp_size": 2, "ep_size": 4, "etp_size": 1}, (2, 4, 2)), marks=pytest.mark.slow
+    ),
+    pytest.param(*("vllm", "glm4_moe", 4, {"pp_size": 2, "ep_size": 2}, (2, 4, 2)), marks=pytest.mark.slow),
+    pytest.param(*("vllm", "qwen3_moe", 4, {"pp_size": 2, "ep_size": 2}, (1, 2, 2)), marks=pytest.mark.slow),
+    pytest.param(*("vllm", "qwen3_moe", 4, {"tp_size": 2, "ep_size": 2}, (2, 4, 2)), marks=pytest.mark.slow),
     ("vllm", "glm4_moe", 2, {"tp_size": 2, "ep_size": 2, "etp_size": 1}, 2),
     pytest.param(*("hf", "qwen3_moe", 2, {"ep_size": 2}, 1), marks=pytest.mark.slow),
     ("vllm", "phi3", 2, {"tp_size": 2}, 1),
@@ -254,7 +283,7 @@ def test_engine_speaks_for_the_actor(
     family: str,
     world: int,
     layout: dict[str, int],
-    rollout_tp: int,
+    rollout_tp: Engine,
 ) -> None:
     """Greedy tokens equal transformers' before and after an optimizer step (a stale cache or bucket shows)."""
     save_tiny_model(tmp_path / "model", family, **engine_sizes(family))
@@ -275,6 +304,7 @@ def test_engine_speaks_for_the_actor(
         assert result["deviation"] == 0.0, "on policy: the first ratio is exactly 1"
         assert result["versions"] == {1}
         assert result["ranks_alive"] == world
+        assert result["changed"] == [], "vLLM's own loader finds the same bits in the checkpoint"
     pairs = zip(results[0]["sampled"][::2], results[0]["sampled"][1::2], strict=True)
     assert any(a != b for a, b in pairs), "two samples of a prompt have different seeds"
 
@@ -288,7 +318,7 @@ def test_engine_speaks_for_the_actor(
     ],
 )
 def test_an_engine_with_a_latent_cache_speaks_for_the_actor(
-    tmp_path: Path, vllm_imported: None, world: int, layout: dict[str, Any], rollout_tp: int
+    tmp_path: Path, vllm_imported: None, world: int, layout: dict[str, Any], rollout_tp: Engine
 ) -> None:
     """Latents of the published size, which vLLM's kernel on a CPU takes: decoding reads products of the new weights."""
     sizes = dict(kv_lora_rank=512, qk_rope_head_dim=64, head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
@@ -322,7 +352,7 @@ def test_engine_speaks_for_an_actor_with_adapters(
     family: str,
     world: int,
     layout: dict[str, int],
-    rollout_tp: int,
+    rollout_tp: Engine,
     mode: str,
 ) -> None:
     """The same, and PEFT on transformers speaks so too, with the adapters that were saved."""
@@ -439,7 +469,7 @@ def test_every_road_of_the_weights(
     vllm_imported: None,
     options: dict[str, Any],
     layout: dict[str, int],
-    rollout_tp: int,
+    rollout_tp: Engine,
     transport: str,
 ) -> None:
     """Buckets, pull and aliasing bring the same weights; every tensor is certified; bytes add up.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -180,6 +181,58 @@ def test_every_layout_pair_of_8_ranks(family: str, rollout_tp: int) -> None:
     layouts = [layout for layout in find_layouts(SHAPES[family], WORLD) if layout.world_size == WORLD]
     assert len(layouts) >= 6
     check_layouts(SHAPES[family], layouts, rollout_tp)
+
+
+EXPERT_LAYOUTS = [
+    ParallelLayout(WORLD, tp_size=tp, pp_size=pp, ep_size=ep, etp_size=etp)
+    for tp, pp, ep, etp in product((1, 2, 4), (1, 2), (1, 2, 4, 8), (1, 2, 4))
+    if etp in {1, tp} and pp * ep * etp <= WORLD and (ep > 1 or etp == tp)
+]
+EXPERT_ENGINES = [(tp, ep) for tp, ep in product((1, 2, 4, 8), (2, 4, 8)) if tp <= ep]
+
+
+MIXTURES = [name for name, shape in SHAPES.items() if FAMILIES[shape.family].experts]
+
+
+@pytest.mark.parametrize(
+    ("family", "engine"),
+    [
+        pytest.param(family, engine, marks=[pytest.mark.slow] * ((i + j) % 4 > 0))
+        for i, family in enumerate(MIXTURES)
+        for j, engine in enumerate(EXPERT_ENGINES)
+    ],
+    ids=str,
+)
+def test_expert_parallel_engines(family: str, engine: tuple[int, int]) -> None:
+    """Every layout of 8 ranks with experts, into engines of whole experts per rank; a third of them per family."""
+    shape = replace(SHAPES[family], num_experts=8)
+    turn = EXPERT_ENGINES.index(engine) + list(SHAPES).index(family)
+    for layout in EXPERT_LAYOUTS[turn % 3 :: 3]:
+        check_plans(shape, place_megatron(shape, layout), place_vllm(shape, WORLD, *engine))
+
+
+def test_experts_move_at_most_a_tenth_above_the_floor() -> None:
+    """EP4 x PP2 into engines of TP2 and EP2: no rank gets what it has."""
+    shape = replace(SHAPES["qwen3_moe"], num_experts=8)
+    source, destination = (
+        place_megatron(shape, ParallelLayout(WORLD, pp_size=2, ep_size=4)),
+        place_vllm(shape, WORLD, 2, 2),
+    )
+    plans = make_plans(source, destination)
+    for of_experts in (True, False):
+        tables = [
+            [[box for box in table if (".experts." in box.hf_name) == of_experts] for table in side]
+            for side in (source, destination)
+        ]
+        floor = sum(map(count_missing, *tables))
+        moved = sum(
+            op.num_elements
+            for plan in plans
+            for ops in plan.receives.values()
+            for op in ops
+            if (".experts." in op.hf_name) == of_experts
+        )
+        assert 0 < floor <= moved <= 1.1 * floor
 
 
 @pytest.mark.parametrize("family", SHAPES)

@@ -62,7 +62,7 @@ class StandIn:
         return rank % self._tp_size
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        return vllm_placements(self._shape, tp_size=self._tp_size, tp_rank=self.shard_key(rank))
+        return vllm_placements(self._shape, tp_size=self._tp_size, place=self.shard_key(rank))
 
     def begin_weight_update(self) -> None:
         """The parameters are there."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,6 +60,17 @@ def fuse_experts(shape: ModelShape, full: dict[str, torch.Tensor], tp: int, r: i
     return split_experts(shards)
 
 
+def deal_experts(shape: ModelShape, full: dict[str, torch.Tensor], ep: int, r: int) -> dict[str, torch.Tensor]:
+    """Experts r E / ep and on, whole; the shapes of `fuse_experts` otherwise."""
+    size = shape.num_experts // ep
+    every = range(r * size, (r + 1) * size)
+    mine = {name: x for name, x in full.items() if ".experts." not in name}
+    for place, expert in enumerate(every):
+        own = {name: x for name, x in full.items() if f".experts.{expert}." in name}
+        mine |= {name.replace(f".experts.{expert}.", f".experts.{place}."): x for name, x in own.items()}
+    return fuse_experts(replace(shape, num_experts=size), mine, 1, 0)
+
+
 def make_vllm_shards(shape: ModelShape, full: dict[str, torch.Tensor], tp: int, r: int) -> dict[str, torch.Tensor]:
     """Parameters of one vLLM rank, the padding rows of the vocabulary as zeros."""
     shards = fuse_experts(shape, full, tp, r) if shape.num_experts else {}
@@ -105,7 +117,7 @@ def test_vllm_shards_are_as_documented(family: str, changes: dict[str, Any], tp_
     full = make_full_tensors(shape)
     for tp_rank in range(tp_size):
         expected = make_vllm_shards(shape, full, tp_size, tp_rank)
-        table = vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank)
+        table = vllm_placements(shape, tp_size=tp_size, place=tp_rank)
         check_placements(
             table, {name: tuple(x.shape) for name, x in expected.items()}, where="vllm", padded=VLLM_PADDED_PARAMETERS
         )
@@ -116,12 +128,31 @@ def test_vllm_shards_are_as_documented(family: str, changes: dict[str, Any], tp_
         assert find_differences(actual, expected) == []
 
 
+@pytest.mark.parametrize("family", EXPERT_MATRICES)
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 2), (4, 4), (1, 4), (2, 8)])
+def test_whole_experts_of_a_rank_are_numbered_from_0(family: str, tp_size: int, ep_size: int) -> None:
+    """And all other parameters are those of its TP rank, but for shared experts, which are whole with DP."""
+    shape = make_shape(family, **dict(SHAPES)[family] | dict(num_experts=8))
+    full = make_full_tensors(shape)
+    whole = make_vllm_shards(shape, full, 1, 0)
+    shared = {name: x for name, x in whole.items() if ".shared_expert." in name and ep_size > tp_size}
+    for place in range(ep_size):
+        split = make_vllm_shards(shape, full, tp_size, place % tp_size) | shared
+        expected = split | deal_experts(shape, full, ep_size, place)
+        table = vllm_placements(shape, tp_size=tp_size, place=place, ep_size=ep_size)
+        actual = cut_shards(table, full)
+        names = {name for name in actual if name not in VLLM_PADDED_PARAMETERS}
+        assert names == {p.param for p in table} - {*VLLM_PADDED_PARAMETERS}
+        first = {name: x for name, x in expected.items() if name in names}
+        assert find_differences({name: actual[name] for name in names}, first) == []
+
+
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 def test_only_norms_and_kv_heads_are_replicated(tp_size: int) -> None:
     shape = make_shape("qwen2", num_kv_heads=2)
     placed: dict[str, list] = {}
     for tp_rank in range(tp_size):
-        for p in vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank):
+        for p in vllm_placements(shape, tp_size=tp_size, place=tp_rank):
             assert box_shape(p.local_box) == box_shape(p.hf_box)
             placed.setdefault(p.hf_name, []).append(p.hf_box)
     for name, size in shape.logical_tensors().items():
@@ -133,13 +164,13 @@ def test_only_norms_and_kv_heads_are_replicated(tp_size: int) -> None:
 
 def test_a_tied_head_is_no_parameter_of_its_own() -> None:
     for tied in (False, True):
-        params = {p.param for p in vllm_placements(make_shape(tied_embeddings=tied), tp_size=2, tp_rank=0)}
+        params = {p.param for p in vllm_placements(make_shape(tied_embeddings=tied), tp_size=2, place=0)}
         assert ("lm_head.weight" in params) is not tied
 
 
 def test_a_vocabulary_that_does_not_split_is_refused() -> None:
     with pytest.raises(UserError, match="128 rows does not split over 3 ranks"):
-        vllm_placements(make_shape(), tp_size=3, tp_rank=0)
+        vllm_placements(make_shape(), tp_size=3, place=0)
 
 
 @pytest.mark.parametrize(("family", "changes"), SHAPES)

@@ -103,7 +103,7 @@ class Bench:
 
     def destination_table(self, rank: int) -> Sequence[ShardBox]:
         """Return vLLM's placements."""
-        return vllm_placements(self.shape, tp_size=self.tp, tp_rank=rank % self.tp)
+        return vllm_placements(self.shape, tp_size=self.tp, place=rank % self.tp)
 
     def _build(self, aliased: frozenset[str], transport: str) -> Resharder:
         everyone: list[Any] = [None] * self.world

@@ -93,13 +93,38 @@ def list_traffic(job: Job, work: Workload, stage: int = 0) -> list[Traffic]:
         for name, forwards in passes.items()
         for traffic in _role_traffic(job, work, job.spec.roles[name], forwards, stage)
     ]
-    # The engines: two all-reduces per layer and token.
-    tp, ranks, itemsize = job.engine_tp, job.rollout_ranks, DTYPE_BYTES[job.config.model.dtype]
-    hidden = work.tokens * tp / len(ranks) * job.shape.hidden_size * itemsize
-    node = job.cluster.gpus_per_node
-    link = WITHIN if tp <= node and node % tp == 0 and ranks.start % tp == 0 else ACROSS
-    found.append(Traffic("engine TP", link, int(4 * job.shape.num_layers * hidden * (tp - 1) / tp), "rollout"))
+    # The engines: two all-reduces per layer and token; or, between DP ranks, one, with experts' exchanges.
+    tp, ranks = job.engine_tp, job.rollout_ranks
+    tokens, node = work.tokens * tp / len(ranks), job.cluster.gpus_per_node
+    for kind, size, sent in (("TP", tp, count_reduced(job)), ("EP", job.engine_width, count_exchanged(job))):
+        link = WITHIN if size <= node and node % size == 0 and ranks.start % size == 0 else ACROSS
+        found.append(Traffic(f"engine {kind}", link, int(tokens * sent), "rollout"))
     return [traffic for traffic in found if traffic.bytes_per_rank]
+
+
+def count_reduced(job: Job) -> float:
+    """Count the bytes per token that a rank of an engine sends to its TP ranks."""
+    tp, shape = job.engine_tp, job.shape
+    sums = 4 * shape.num_layers - (2 * _count_mixtures(shape) if job.engine_dp > 1 else 0)
+    return sums * shape.hidden_size * DTYPE_BYTES[job.config.model.dtype] * (tp - 1) / tp
+
+
+def count_exchanged(job: Job) -> float:
+    """Count the bytes per token of a rank's DP part that it sends to the ranks with other experts, there and back.
+
+    vLLM gathers the tokens of all parts on each rank and adds up its results, unless `all2all_backend` sends each token
+    to the ranks of its experts.
+    """
+    if job.engine_dp == 1:
+        return 0.0
+    shape, width, backend = job.shape, job.engine_width, job.config.rollout.engine_options.get("all2all_backend", "")
+    copies = shape.experts_per_token / job.engine_tp if backend.startswith("deepep") else job.engine_dp
+    per_layer = 2 * copies * shape.hidden_size * DTYPE_BYTES[job.config.model.dtype]
+    return _count_mixtures(shape) * per_layer * (width - 1) / width
+
+
+def _count_mixtures(shape: ModelShape) -> int:
+    return sum(map(shape.has_experts, range(shape.num_layers)))
 
 
 def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage: int) -> Iterator[Traffic]:
@@ -429,6 +454,7 @@ def place_engines(job: Job, gpus: int) -> Job:
 def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed: Assumptions) -> float:
     rollout, shape, cluster = job.config.rollout, job.shape, job.cluster
     tp, layout = job.engine_tp, job.layout
+    # DP parts of an engine have requests and caches of their own.
     engines = len(job.rollout_ranks) // (tp * (layout.pp_size * layout.ep_size if job.engine_is_actor else 1))
     per_engine = -(-work.num_rollouts // engines)
     mean = work.prompt_tokens + work.response_tokens / 2  # mean cached tokens per response
@@ -438,7 +464,7 @@ def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed
     passes = work.response_tokens * per_engine / running
     weights = count_engine_bytes(job)
     if shape.num_experts:  # few responses activate only some experts
-        weights *= min(1.0, (running * shape.experts_per_token + 1) / shape.num_experts)
+        weights *= min(1.0, (running * job.engine_dp * shape.experts_per_token + 1) / shape.num_experts)
     bandwidth = cluster.memory_bandwidth * assumed.bandwidth_efficiency
     operations = running * count_operations(shape, mean) / tp / (cluster.flops * assumed.mfu)
     host = assumed.decode_overhead + running * assumed.request_overhead

@@ -172,7 +172,7 @@ def format_plan(plan: Plan, top: int) -> str:
     cluster, job = plan.job.cluster, plan.job
     lines = [
         f"{cluster.nodes} nodes x {cluster.gpus_per_node} GPUs of {cluster.memory_bytes / GIB:g} GiB; actor "
-        f"{job.layout.describe()}, engine tp={job.engine_tp}",
+        f"{job.layout.describe()}, {job.describe_engine()}",
         *([f"placement: {placed}"] if (placed := job.config.placement.describe(cluster.world_size)) else []),
         "",
         "batch plan",
@@ -217,10 +217,11 @@ def _memory_table(plan: Plan) -> list[str]:
     if plan.job.config.schedule.elastic:
         return lines
     batch, rank = plan.batch, find_smallest_cache(plan.job, plan.memory)
-    running = rank.kv_cache_bytes // max(1, rank.kv_bytes_per_token * batch.longest_sequence)
+    parts = plan.job.engine_dp
+    running = parts * (rank.kv_cache_bytes // max(1, rank.kv_bytes_per_token * batch.longest_sequence))
     lines.append(
         f"  the KV cache holds {max(running, 0)} of the longest responses at once (an engine has "
-        f"{batch.rollouts_per_engine_max} in a step, and runs up to {plan.job.config.rollout.max_num_seqs})"
+        f"{batch.rollouts_per_engine_max} in a step, and runs up to {parts * plan.job.config.rollout.max_num_seqs})"
     )
     return lines
 
@@ -339,7 +340,7 @@ def save_plot(plan: Plan, path: Path) -> None:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.axhline(plan.job.cluster.memory_bytes / GIB, color="black", linestyle="--", label="limit")
     axes.set_ylabel("GiB")
-    axes.set_title(f"Memory of rank {rank.rank}: actor {plan.job.layout.describe()}, engine tp={plan.job.engine_tp}")
+    axes.set_title(f"Memory of rank {rank.rank}: actor {plan.job.layout.describe()}, {plan.job.describe_engine()}")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.autofmt_xdate(rotation=20)
     figure.savefig(path, dpi=120, bbox_inches="tight")

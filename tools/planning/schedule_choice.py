@@ -16,10 +16,17 @@ from megatron_rl.planning.admission import check_job, find_problem
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.memory import ENGINE_PHASES, RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.parameters import count_engine_bytes
-from megatron_rl.planning.role_layouts import DTYPE_BYTES
 from megatron_rl.planning.throughput import count_operations
 from megatron_rl.types import UserError
-from tools.planning.communication import Assumptions, build_workload, list_traffic, place_engines, predict_step
+from tools.planning.communication import (
+    Assumptions,
+    build_workload,
+    count_exchanged,
+    count_reduced,
+    list_traffic,
+    place_engines,
+    predict_step,
+)
 from tools.planning.engine_clock import EngineModel, StepCost
 from tools.planning.lengths import LengthModel
 from tools.planning.schedules import Costs, Schedule, ScheduleTimes, simulate
@@ -121,7 +128,7 @@ def recommend(options: list[Option]) -> Option:
 
 
 def _describe_costs(job: Job, memory: list[RankMemory], switch_seconds: float, assumed: Assumptions) -> Costs:
-    data, group_size, num_engines = job.config.data, job.config.rollout.n, check_job(job).num_engines
+    data, group_size, num_engines = job.config.data, job.config.rollout.n, check_job(job).num_engines * job.engine_dp
     smallest = find_smallest_cache(job, memory)
     prompt_tokens, work = int(data.max_prompt_length * assumed.mean_prompt), build_workload(job, assumed)
     step = predict_step(job, work, list_traffic(job, work), memory, 0.0, assumed)
@@ -145,14 +152,15 @@ def _describe_costs(job: Job, memory: list[RankMemory], switch_seconds: float, a
 
 def _describe_pass(job: Job, kv_bytes_per_token: int, running: int, assumed: Assumptions) -> StepCost:
     """Return the cost of a decoding pass; `running` determines how many experts are read."""
-    shape, cluster, tp = job.shape, job.cluster, job.engine_tp
-    itemsize, data = DTYPE_BYTES[job.config.model.dtype], job.config.data
+    shape, cluster, tp, data = job.shape, job.cluster, job.engine_tp, job.config.data
     weights = float(count_engine_bytes(job))
     if shape.num_experts:
-        weights *= min(1.0, (running * shape.experts_per_token + 1) / shape.num_experts)
+        weights *= min(1.0, (running * job.engine_dp * shape.experts_per_token + 1) / shape.num_experts)
     bandwidth = cluster.memory_bandwidth * assumed.bandwidth_efficiency
-    link = cluster.within_node if tp <= cluster.gpus_per_node else cluster.across_nodes
-    sent = 4 * shape.num_layers * shape.hidden_size * itemsize * (tp - 1) / tp / (link * assumed.link_efficiency)
+    sent = 0.0
+    for size, sizes in ((tp, count_reduced(job)), (job.engine_width, count_exchanged(job))):
+        link = cluster.within_node if size <= cluster.gpus_per_node else cluster.across_nodes
+        sent += sizes / (link * assumed.link_efficiency)
 
     def compute(length: float) -> float:
         return count_operations(shape, length) / tp / (cluster.flops * assumed.mfu) + sent

@@ -45,13 +45,14 @@ def build_shards(
     rollout_tp: int,
     engine_ranks: range | None = None,
     *,
+    rollout_ep: int = 1,
     is_fully_sharded: bool = False,
     select: Callable[[Sequence[ShardBox]], Sequence[ShardBox]] = as_table,
 ) -> tuple[list[Shard], list[Shard]]:
     """Build the shards of training and of the engines.
 
     Args:
-        rollout_tp: TP size of the engines.
+        rollout_tp, rollout_ep: TP and EP size of the engines.
         engine_ranks: default: all of `layout`.
         is_fully_sharded: whether the actor shards rows of every parameter (ZeRO-3).
         select: picks the transferred part of a table.
@@ -59,7 +60,7 @@ def build_shards(
     engines = layout.ranks if engine_ranks is None else engine_ranks
 
     def place(rank: int) -> int:
-        return (rank - engines.start) % rollout_tp
+        return (rank - engines.start) % max(rollout_tp, rollout_ep)
 
     source = group_shards(
         lambda rank: select((sharded_placements if is_fully_sharded else megatron_placements)(shape, layout, rank)),
@@ -67,7 +68,7 @@ def build_shards(
         layout.ranks,
     )
     destination = group_shards(
-        lambda rank: select(vllm_placements(shape, tp_size=rollout_tp, tp_rank=place(rank))),
+        lambda rank: select(vllm_placements(shape, tp_size=rollout_tp, place=place(rank), ep_size=rollout_ep)),
         place,
         engines,
     )
@@ -95,6 +96,7 @@ def _list_flows(job: Job) -> Iterator[Flow]:
             job.layout,
             job.engine_tp,
             job.rollout_ranks,
+            rollout_ep=job.engine_ep,
             is_fully_sharded=job.config.actor.zero_stage == FULLY_SHARDED,
             select=select,
         )

@@ -64,11 +64,12 @@ class SleepingEngine:
 
     def shard_key(self, rank: int) -> int:
         """Return a rank's position in its engine."""
-        return (rank - self._job.rollout_ranks.start) % self._tp_size
+        return (rank - self._job.rollout_ranks.start) % self._job.engine_width
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
         """Return vLLM's placement table."""
-        return vllm_placements(self._job.shape, tp_size=self._tp_size, tp_rank=self.shard_key(rank))
+        job, place = self._job, self.shard_key(rank)
+        return vllm_placements(job.shape, tp_size=self._tp_size, place=place, ep_size=job.engine_ep)
 
     def begin_weight_update(self) -> None:
         """Restore the memory."""
@@ -115,7 +116,7 @@ def build_switch(job: Job, actor: Any, rank: int, ledger: Ledger) -> HybridEngin
         return HybridEngine(
             actor,
             engine,
-            engines=EngineRanks.consecutive(job.rollout_ranks, job.engine_tp),
+            engines=EngineRanks.consecutive(job.rollout_ranks, job.engine_width),
             process=process,
             config=job.config.hybrid,
             timers=PhaseTimers(),

@@ -39,6 +39,7 @@ from megatron_rl.engines.vllm.vllm_library import (
     register_codes,
     register_loader,
     register_model,
+    spread_experts,
 )
 from megatron_rl.engines.vllm.vllm_settings import (
     list_engine_arguments,
@@ -64,9 +65,12 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec) -> None:
         assert dist.is_initialized(), "vLLM must join the job's process groups, not make its own"
         self._shape, self._tp_size = spec.shape, spec.config.tensor_model_parallel_size
-        self.shard_key = spec.find_place  # TP rank of a job rank: ranks with equal ones have equal placement tables
+        self._ep_size = spec.config.expert_parallel_size
+        self.shard_key = spec.find_place  # of a job rank in its engine: ranks with equal ones have equal tables
         vllm = prepare_vllm(spec.process.device)
         register_model(vllm, spec)
+        if self._ep_size > 1 and spec.process.device.type == "cpu":
+            spread_experts()
         self.code_format = register_codes(spec)
         launcher_world = os.environ.get("LOCAL_WORLD_SIZE")
         self.padded_params = VLLM_PADDED_PARAMETERS
@@ -87,6 +91,7 @@ class VllmEngine:
         if launcher_world is not None:  # the CPU platform overwrites it with tp
             os.environ["LOCAL_WORLD_SIZE"] = launcher_world
         engine = self._llm.llm_engine
+        self.dp_group: dist.ProcessGroup | None = engine.dp_group  # of the ranks that step together
         self._names: dict[int, str] = {}  # key of a request -> vLLM's name
         self._requests: dict[str, Request] = {}  # by vLLM's name
         scheduler: Any = engine.engine_core.engine_core.scheduler
@@ -95,8 +100,8 @@ class VllmEngine:
         self._stop = spec.stop
         self._can_sleep = spec.process.device.type == "cuda"
         worker = engine.model_executor.driver_worker.worker
-        place = spec.find_place(spec.process.rank)
-        self.params: dict[str, torch.Tensor] = list_params(worker.get_model(), spec.shape, place)
+        shares_bias = self._ep_size == 1 and spec.find_place(spec.process.rank) > 0
+        self.params: dict[str, torch.Tensor] = list_params(worker.get_model(), spec.shape, shares_bias)
         # Expert kernels that need another order have allocated tensors of their own.
         self.shared_params = frozenset(n for n in shared if self.params[n].data_ptr() == shareable[n].data_ptr())
         if spec.config.bitwise:
@@ -123,7 +128,8 @@ class VllmEngine:
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
         """Return the placement table (the boxes of HF tensors) of any rank of the job."""
-        return vllm_placements(self._shape, tp_size=self._tp_size, tp_rank=self.shard_key(rank))
+        place = self.shard_key(rank)
+        return vllm_placements(self._shape, tp_size=self._tp_size, place=place, ep_size=self._ep_size)
 
     def begin_weight_update(self) -> None:
         """Reallocate parameters at the same addresses after a sleep."""
@@ -175,8 +181,11 @@ class VllmEngine:
                 self._routes.expect(name, request)
 
     def step(self) -> list[Sampled]:
-        """Run one forward; return the responses that it finishes."""
+        """Run one forward; return the responses that it finishes; without requests, serve those of other DP ranks."""
         with self._running():
+            if not self._requests and self.dp_group is not None:
+                self._llm.llm_engine.engine_core.execute_dummy_batch()
+                return []
             ended: Any = self._llm.llm_engine.step()
         finished = [self._end(name, response) for name, response in ended]
         if self._stop is None and not any(request.extras for request in self._requests.values()):
@@ -213,7 +222,7 @@ class VllmEngine:
 
     def has_requests(self) -> bool:
         """Return whether any request runs or waits."""
-        return self._llm.llm_engine.has_unfinished_requests()
+        return bool(self._requests)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -429,8 +438,12 @@ def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tu
     return packed
 
 
-def list_params(model: torch.nn.Module, shape: ModelShape, tp_rank: int) -> dict[str, torch.Tensor]:
-    """Return vLLM's parameters by name, with a matrix per expert, without adapters."""
+def list_params(model: torch.nn.Module, shape: ModelShape, shares_bias: bool) -> dict[str, torch.Tensor]:
+    """Return vLLM's parameters by name, with a matrix per expert, without adapters.
+
+    Args:
+        shares_bias: whether another rank, whose results are added, has the biases of this rank's experts.
+    """
     derived = {id(p) for module in list_absorbing(model) for p in module.parameters(recurse=False)}
     named = {name.replace(".base_layer.", "."): p.data for name, p in model.named_parameters() if id(p) not in derived}
     if shape.latent is not None:
@@ -440,7 +453,7 @@ def list_params(model: torch.nn.Module, shape: ModelShape, tp_rank: int) -> dict
     params = split_experts(named)
     if not is_packed(shape):
         return params
-    if tp_rank:  # results are summed over TP ranks: only the first one has this bias
+    if shares_bias:
         for name in [name for name in params if ".w2_bias." in name]:
             params.pop(name).zero_()
     return split_turns(params)

@@ -5,7 +5,8 @@
 * on CPU, linear layers keep their weight (oneDNN would leave an empty parameter);
 * on CPU, torch.distributed replaces vLLM's shared-memory collectives, which other or killed runs can break;
 * on CPU, vLLM does not bind the trainer's memory to one NUMA node;
-* on CPU, sigmoid routers without groups have one group, without which vLLM's router of CPUs takes softmax only.
+* on CPU, sigmoid routers without groups have one group, without which vLLM's router of CPUs takes softmax only;
+* on CPU, ranks may have experts of their own (`_spread_experts`).
 
 With the v1 model runner it also records the sets that tokens are drawn from, and the experts of tokens. Truncation is
 our own definition, applied before vLLM's sampler. A request carries its limits in `SamplingParams.extra_args`. Sets are
@@ -22,6 +23,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -46,12 +48,16 @@ KEPT_SETS = "kept_sets"  # in `SamplingParams.extra_args`
 
 @contextmanager
 def own_world(spec: EngineSpec, parallel_state: Any) -> Iterator[None]:
-    """Limit vLLM to the ranks of this engine, if others have none; collective over them after `align_group_names`."""
-    if spec.ranks is None or len(spec.ranks) == spec.process.world_size:
+    """Limit vLLM to the ranks of this engine, if others have none or DP ranks step together; collective over them.
+
+    Call it after `align_group_names`. vLLM derives its DP rank from the environment.
+    """
+    is_data_parallel = spec.config.data_parallel_size > 1
+    if not is_data_parallel and (spec.ranks is None or len(spec.ranks) == spec.process.world_size):
         yield
         return
-    first = spec.process.rank - spec.find_place(spec.process.rank)
-    ranks = range(first, first + spec.config.tensor_model_parallel_size)
+    place = spec.find_place(spec.process.rank)
+    ranks = range(spec.process.rank - place, spec.process.rank - place + spec.config.ranks_per_engine)
     new_group, get_world_size = dist.new_group, dist.get_world_size
     init_world_group, init_groups = parallel_state.init_world_group, parallel_state.init_model_parallel_group
 
@@ -64,6 +70,7 @@ def own_world(spec: EngineSpec, parallel_state: Any) -> Iterator[None]:
         return init_groups([[ranks[place] for place in some] for some in places], *arguments, **options)
 
     with (
+        patch.dict(os.environ, {"RANK": str(place)} if is_data_parallel else {}),
         patch.object(dist, "new_group", make_group),
         patch.object(dist, "get_world_size", lambda group=None: len(ranks) if group is None else get_world_size(group)),
         patch.object(parallel_state, "init_world_group", lambda _, *rest: init_world_group(list(ranks), *rest)),
@@ -119,6 +126,51 @@ def prepare_vllm(device: torch.device) -> ModuleType:
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
         vars(torch.ops._C)["init_cpu_memory_env"] = lambda nodes: None
     return vllm
+
+
+def spread_experts() -> None:
+    """Patch vLLM for ranks with experts of their own on a CPU, after `prepare_vllm`; idempotent.
+
+    Its kernel takes the experts of a token for those of the rank, and its DP ranks have no collectives.
+    """
+    experts: Any = import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe").CPUUnquantizedExperts
+    if experts.apply.__module__ == experts.__module__:
+        experts.apply = partialmethod(_apply_own_experts, experts.apply)
+    communicator: Any = import_module("vllm.distributed.device_communicators.cpu_communicator").CpuCommunicator
+    communicator.all_gatherv, communicator.reduce_scatterv = _gather_rows, _sum_rows
+
+
+def _apply_own_experts(
+    self: Any, apply: Any, *, topk_weights: Any, topk_ids: Any, expert_map: Any, **rest: Any
+) -> None:
+    """Call `apply` for the experts of this rank; others have weight 0.
+
+    Args:
+        expert_map: [E] index of each expert on this rank, -1 for others; `None` if the rank has all experts.
+    """
+    if expert_map is not None:
+        places = expert_map[topk_ids]
+        topk_weights, topk_ids = topk_weights.masked_fill(places < 0, 0), places.clamp(min=0).to(topk_ids.dtype)
+    apply(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **rest)
+
+
+def _gather_rows(self: Any, tensors: Sequence[torch.Tensor], dim: int, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return for each tensor the rows of all ranks; `sizes`: rows of each rank, equal for all tensors."""
+    found = []
+    for tensor in tensors:
+        padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self.device_group)
+        found.append(torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]))
+    return found
+
+
+def _sum_rows(self: Any, rows: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Sum rows [sum of `sizes`, ...] over the ranks; return this rank's part."""
+    total = rows.clone()
+    dist.all_reduce(total, group=self.device_group)
+    return total.split(list(sizes))[self.rank_in_group]
 
 
 def keep_memory_pools() -> None:

@@ -38,7 +38,8 @@ def fit_to_device(config: RolloutConfig, device: torch.device, records_routes: b
     """Choose vLLM's execution modes: those that a CPU supports, and on a GPU the default ones."""
     if device.type == "cpu":
         return replace(config, **_MODES_ON_CPU)
-    chosen = "v1" if records_routes or config.is_ever_truncated else "v2"
+    in_lock_step = config.data_parallel_size > 1  # with a forward in every step
+    chosen = "v1" if records_routes or config.is_ever_truncated or in_lock_step else "v2"
     runner = chosen if config.model_runner == "auto" else config.model_runner
     scheduling = runner == "v2" if config.async_scheduling is None else config.async_scheduling
     return replace(config, model_runner=runner, async_scheduling=scheduling)
@@ -53,7 +54,8 @@ def describe_modes(config: RolloutConfig, device: torch.device, records_routes: 
     eager = "eager" if fitted.enforce_eager else compiled
     runner = fitted.model_runner + (" with its Triton sampler" if fitted.model_runner == "v2" else "")
     if (config.model_runner, runner, device.type) == ("auto", "v1", "cuda"):
-        runner += f", which {'router replay' if records_routes else 'truncated sampling'} needs"
+        truncates = "truncated sampling" if config.is_ever_truncated else "rollout.data_parallel_size"
+        runner += f", which {'router replay' if records_routes else truncates} needs"
     text = f"{eager}, async scheduling {'on' if fitted.async_scheduling else 'off'}, model runner {runner}"
     ignored = [
         f"rollout.{name}={str(getattr(config, name)).lower()}"
@@ -94,6 +96,8 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         max_model_len=longest,
         max_num_seqs=config.max_num_seqs,
         tensor_parallel_size=config.tensor_model_parallel_size,
+        data_parallel_size=config.data_parallel_size,
+        enable_expert_parallel=config.expert_parallel_size > 1,
         distributed_executor_backend="external_launcher",
         enforce_eager=config.enforce_eager,
         async_scheduling=config.async_scheduling,
@@ -179,7 +183,8 @@ def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
             expected="hf on a CPU",
             hint="set rollout.engine=hf",
         )
-    sizes = shape.hidden_size, shape.ffn_hidden_size // config.tensor_model_parallel_size
+    parts = 1 if config.expert_parallel_size > 1 else config.tensor_model_parallel_size
+    sizes = shape.hidden_size, shape.ffn_hidden_size // parts
     if shape.num_experts and any(n % CPU_EXPERT_MULTIPLE for n in sizes):
         raise UserError(
             f"vLLM's CPU experts do not serve hidden size {sizes[0]} with {sizes[1]} columns per rank",
