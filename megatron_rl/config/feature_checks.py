@@ -473,15 +473,6 @@ def _check_expert_parallel(config: CheckedConfig) -> None:
         if config.get(f"rollout.{leaf}") not in (None, "auto"):
             config.allow(f"rollout.{leaf}", needed, f"with {parts}: each step has a forward", f"leave {parts} out")
     config.exclude(parts, ("hybrid.lora", "merge", "adapters beside the weights are not tried with it"))
-    if config.get("rollout.tensor_model_parallel_size") > 1:
-        why = "each TP rank routes other tokens of a forward, and the routes of one rank are recorded"
-        config.require(
-            config.get("actor.router_replay") != "engine",
-            "actor.router_replay",
-            f"with {parts} and rollout.tensor_model_parallel_size above 1: {why}",
-            expected="off or trainer",
-            hint="set actor.router_replay=trainer, or rollout.tensor_model_parallel_size=1",
-        )
 
 
 def _check_schedule(config: CheckedConfig) -> None:

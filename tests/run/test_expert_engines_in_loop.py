@@ -36,7 +36,7 @@ class Echo:
     def step(self, reply):
         return Observation([{"role": "tool", "content": "12="}], reward=0.25 * ("1" in reply.text))
 """
-EPISODES = ["agents.max_turns=3", "agents.max_tokens_per_turn=6", "data.max_response_length=32"]
+EPISODES = ["agents.max_turns=3", "data.max_response_length=24", "actor.max_tokens_per_microbatch=256"]
 STALE = ["schedule.max_staleness=1", "schedule.steps_per_update=2", "algorithm.importance_sampling=token-truncate"]
 
 
@@ -52,12 +52,19 @@ def mixture(task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported:
     return directory
 
 
-def run(task: Path, mixture: Path, run_dir: Path, *extra: str) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """The records and the rollouts of a run on two ranks."""
+def run(
+    task: Path, mixture: Path, run_dir: Path, *extra: str, world_size: int = 2
+) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """The records and the rollouts of a run that replays the engine's routes."""
     settings = [f"model.path={mixture}/model", "actor.expert_model_parallel_size=2", "trainer.log_rollouts=-1"]
-    settings += ["data.validation_limit=3", "trainer.test_freq=2", "rollout.dispatch=samples"]
+    settings += [
+        "actor.router_replay=engine",
+        "data.validation_limit=3",
+        "trainer.test_freq=2",
+        "rollout.dispatch=samples",
+    ]
     overrides = overrides_for(task, run_dir, *settings, *extra)
-    assert run_ranks(train, 2, overrides, timeout=170) == [None] * 2
+    assert run_ranks(train, world_size, overrides, timeout=170) == [None] * world_size
     return read_records(run_dir), read_rollouts(run_dir)
 
 
@@ -83,7 +90,20 @@ def test_engines_of_whole_experts_learn_what_others_learn(
     for mine, reference in zip(records, plain[0], strict=True):
         for key in (key for key in NUMBERS if key in reference):
             assert mine[key] == pytest.approx(reference[key], abs=1e-4, rel=1e-4), key
-        assert mine.get("mismatch/max", 0) < 1e-4
+        assert mine.get("mismatch/max", 0) < 1e-4 and mine.get("moe/agreement", 1) == reference.get("moe/agreement", 1)
+
+
+@pytest.mark.slow
+def test_ranks_that_split_the_tokens_of_a_forward_report_all_routes(
+    task: Path, mixture: Path, tmp_path: Path, plain: tuple[list[Any], dict[str, bytes]]
+) -> None:
+    """TP2 x DP2: the tokens of a part are routed on its two ranks by halves."""
+    sizes = [*ENGINES["ep2"], "rollout.data_parallel_size=2", "rollout.expert_parallel_size=4"]
+    records, rollouts = run(task, mixture, tmp_path / "run", *sizes, world_size=4)
+    assert tokens_of(rollouts) == tokens_of(plain[1])
+    pairs = [(one, other) for one, other in zip(records, plain[0], strict=True) if "moe/agreement" in other]
+    assert len(pairs) == 2 and all(one["mismatch/max"] < 1e-4 for one, _ in pairs)
+    assert all(one["moe/agreement"] == pytest.approx(other["moe/agreement"], abs=1e-3) for one, other in pairs)
 
 
 @pytest.mark.slow

@@ -228,19 +228,6 @@ CASES = [
     ("vllm", "qwen3_moe", 2, {"ep_size": 2}, 1),
     pytest.param(*("vllm", "qwen3_moe", 2, {"ep_size": 2}, 2), marks=pytest.mark.slow),
     ("vllm", "mixtral", 2, {"ep_size": 2}, 2),
-    ("vllm", "qwen3_moe", 2, {"ep_size": 2}, (2, 2)),
-    ("vllm", "gpt_oss", 2, {"pp_size": 2}, (2, 2)),
-    ("vllm", "deepseek_v3", 2, {"tp_size": 2}, (2, 2)),
-    ("vllm", "glm4_moe", 2, {"ep_size": 2}, (2, 2)),
-    ("vllm", "mixtral", 2, {"tp_size": 2, "ep_size": 2, "etp_size": 1}, (2, 2)),
-    ("vllm", "qwen3_moe", 2, {"ep_size": 2}, (1, 2, 2)),
-    ("vllm", "gpt_oss", 2, {"tp_size": 2}, (1, 2, 2)),
-    pytest.param(
-        *("vllm", "deepseek_v3", 4, {"tp_size": 2, "ep_size": 4, "etp_size": 1}, (2, 4, 2)), marks=pytest.mark.slow
-    ),
-    pytest.param(*("vllm", "glm4_moe", 4, {"pp_size": 2, "ep_size": 2}, (2, 4, 2)), marks=pytest.mark.slow),
-    pytest.param(*("vllm", "qwen3_moe", 4, {"pp_size": 2, "ep_size": 2}, (1, 2, 2)), marks=pytest.mark.slow),
-    pytest.param(*("vllm", "qwen3_moe", 4, {"tp_size": 2, "ep_size": 2}, (2, 4, 2)), marks=pytest.mark.slow),
     ("vllm", "glm4_moe", 2, {"tp_size": 2, "ep_size": 2, "etp_size": 1}, 2),
     pytest.param(*("hf", "qwen3_moe", 2, {"ep_size": 2}, 1), marks=pytest.mark.slow),
     ("vllm", "phi3", 2, {"tp_size": 2}, 1),
@@ -272,6 +259,19 @@ CASES = [
     pytest.param(*("megatron", "qwen2", 2, {"pp_size": 2, "chunk_layers": (1, 3)}, 1), marks=pytest.mark.slow),
     pytest.param(*("vllm", "glm4_moe_lite", 2, {"pp_size": 2}, 2), marks=pytest.mark.slow),
     pytest.param(*("vllm", "minimax_m2", 4, {"tp_size": 2, "ep_size": 2, "etp_size": 1}, 4), marks=pytest.mark.slow),
+    ("vllm", "qwen3_moe", 2, {"ep_size": 2}, (2, 2)),
+    ("vllm", "gpt_oss", 2, {"pp_size": 2}, (2, 2)),
+    ("vllm", "deepseek_v3", 2, {"tp_size": 2}, (2, 2)),
+    ("vllm", "glm4_moe", 2, {"ep_size": 2}, (2, 2)),
+    ("vllm", "mixtral", 2, {"tp_size": 2, "ep_size": 2, "etp_size": 1}, (2, 2)),
+    ("vllm", "qwen3_moe", 2, {"ep_size": 2}, (1, 2, 2)),
+    ("vllm", "gpt_oss", 2, {"tp_size": 2}, (1, 2, 2)),
+    pytest.param(
+        *("vllm", "deepseek_v3", 4, {"tp_size": 2, "ep_size": 4, "etp_size": 1}, (2, 4, 2)), marks=pytest.mark.slow
+    ),
+    pytest.param(*("vllm", "glm4_moe", 4, {"pp_size": 2, "ep_size": 2}, (2, 4, 2)), marks=pytest.mark.slow),
+    pytest.param(*("vllm", "qwen3_moe", 4, {"pp_size": 2, "ep_size": 2}, (1, 2, 2)), marks=pytest.mark.slow),
+    pytest.param(*("vllm", "qwen3_moe", 4, {"tp_size": 2, "ep_size": 2}, (2, 4, 2)), marks=pytest.mark.slow),
 ]
 
 
