@@ -212,20 +212,10 @@ class RolloutConfig(SamplingSettings):
     )
     server: ServerConfig = ServerConfig()
     tensor_model_parallel_size: int = option(
-        1, "Ranks that share each matrix of an engine (engine megatron: leave it out).", "ranks", ge=1
+        1, "Ranks per engine or part (engine megatron: leave it out).", "ranks", ge=1
     )
-    expert_parallel_size: int = option(
-        1,
-        "Mixtures in vLLM: 1, and ranks share each expert, or all ranks of an engine, and each has whole experts.",
-        "ranks",
-        ge=1,
-    )
-    data_parallel_size: int = option(
-        1,
-        "Mixtures in vLLM: parts of an engine that attend to requests of their own and share its experts.",
-        "parts",
-        ge=1,
-    )
+    expert_parallel_size: int = option(1, "vLLM: 1, or all ranks of an engine, each with whole experts.", "ranks", ge=1)
+    data_parallel_size: int = option(1, "vLLM: parts of an engine, which share only its experts.", "parts", ge=1)
     n: int = option(8, "Responses per prompt (group size).", "responses", ge=1)
     bitwise: bool = option(
         False,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,11 +57,11 @@ def describe_engine(config: RolloutConfig, device: torch.device, records_routes:
 def build_engine(spec: EngineSpec, make: EngineMaker | None = None) -> BuiltEngine:
     """Build the engine that `rollout.engine` names (UserError: unknown or unsuitable layout), or `make`; collective."""
     make = make or ENGINES[spec.config.engine].make
-    tp_size, ep_size = spec.config.tensor_model_parallel_size, spec.config.expert_parallel_size
-    if tp_size > 1 or ep_size > 1:
+    config = spec.config
+    if config.ranks_per_engine > 1:
         from megatron_rl.weights.support import check_rollout_layout
 
-        check_rollout_layout(spec.shape, tp_size, ep_size)
+        check_rollout_layout(spec.shape, config.tensor_model_parallel_size, config.expert_parallel_size)
     engine = make(spec)
     if isinstance(engine, RolloutEngine):
         requests: RolloutEngine = engine
@@ -69,10 +69,11 @@ def build_engine(spec: EngineSpec, make: EngineMaker | None = None) -> BuiltEngi
         from megatron_rl.engines.wrappers import OneTurn
 
         requests = OneTurn(engine)
-    if spec.config.data_parallel_size > 1:
+    if config.data_parallel_size > 1:
         from megatron_rl.engines.lock_step import LockStep
 
-        requests = LockStep(requests, engine.dp_group)
+        parallel: Any = engine  # vLLM's
+        requests = LockStep(requests, parallel.dp_group)
     if spec.thoughts is not None:
         from megatron_rl.engines.wrappers import ThinkingBudget
 
@@ -80,6 +81,6 @@ def build_engine(spec: EngineSpec, make: EngineMaker | None = None) -> BuiltEngi
     ranks = (
         engine.engine_ranks
         if isinstance(engine, PlacedEngine)
-        else EngineRanks.consecutive(spec.ranks or range(spec.process.world_size), spec.config.ranks_per_engine)
+        else EngineRanks.consecutive(spec.ranks or range(spec.process.world_size), config.ranks_per_engine)
     )
     return BuiltEngine(requests, engine, type(engine).__name__, ranks, spec.route_shape)

@@ -172,11 +172,10 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
         check_model(policy, config.rollout)
     if HAS_TORCH and config.rollout.supports("reads_config"):
         _check_transformers(find_model_files(config.model.path), is_built=config.rollout.supports("builds_model"))
-    tp_size, ep_size = config.rollout.tensor_model_parallel_size, config.rollout.expert_parallel_size
-    if tp_size > 1 or ep_size > 1:
+    if config.rollout.ranks_per_engine > 1:
         from megatron_rl.weights.support import check_rollout_layout
 
-        check_rollout_layout(policy, tp_size, ep_size)
+        check_rollout_layout(policy, config.rollout.tensor_model_parallel_size, config.rollout.expert_parallel_size)
     if (source := config.actor.router_replay) != "off":
         from megatron_rl.weights.support import check_router_replay
 

@@ -32,8 +32,7 @@ class ExpertNames:
     # Files pack a layer's experts (`weights/packed_experts.py`): "turns" always, "halves" in some checkpoints, `None`
     # never.
     packing: Literal["turns", "halves"] | None = None
-    # TP ranks of vLLM hold shared experts whole in an engine that is data parallel, too: each computes other tokens.
-    is_shared_whole: bool = False
+    is_shared_whole: bool = False  # vLLM does not split shared experts over TP in engines with data parallel parts
     shared_gate: str | None = None  # `<block>.<shared_gate>` scales the shared expert by a sigmoid; unscaled if `None`
 
     @property

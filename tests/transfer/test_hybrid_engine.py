@@ -205,7 +205,8 @@ def work(
     result["after"] = [r.response_tokens.tolist() for r in rollouts_after]
     result["versions"] = {r.policy_version for r in rollouts_after}
     result["absorbed"] = list_absorbed(hybrid.engine) if engine == "vllm" else []
-    result["changed"] = load_again(hybrid.engine, path.parent / "updated") if engine == "vllm" else []
+    is_plain = engine == "vllm" and lora is None
+    result["changed"] = load_again(hybrid.engine, path.parent / "updated") if is_plain else []
     result["verified"] = hybrid.verified_tensors
     generator.close()
     ones = torch.ones(1)

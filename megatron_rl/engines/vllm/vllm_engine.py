@@ -39,7 +39,6 @@ from megatron_rl.engines.vllm.vllm_library import (
     register_codes,
     register_loader,
     register_model,
-    spread_experts,
 )
 from megatron_rl.engines.vllm.vllm_settings import (
     list_engine_arguments,
@@ -51,7 +50,6 @@ from megatron_rl.models.segments import Segments
 from megatron_rl.parallel.batch_invariant import compute_all_logprobs, multiply
 from megatron_rl.parallel.collectives import keep_random_streams
 from megatron_rl.samples.batch import SegmentKeys
-from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.packed_experts import is_packed, split_experts, split_turns
 from megatron_rl.weights.quantization import SCALE_SUFFIX
@@ -64,13 +62,10 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         assert dist.is_initialized(), "vLLM must join the job's process groups, not make its own"
-        self._shape, self._tp_size = spec.shape, spec.config.tensor_model_parallel_size
-        self._ep_size = spec.config.expert_parallel_size
-        self.shard_key = spec.find_place  # of a job rank in its engine: ranks with equal ones have equal tables
+        self._tp_size, self._ep_size = spec.config.tensor_model_parallel_size, spec.config.expert_parallel_size
+        self._shape, self.shard_key = spec.shape, spec.find_place  # ranks with equal places have equal tables
         vllm = prepare_vllm(spec.process.device)
         register_model(vllm, spec)
-        if self._ep_size > 1 and spec.process.device.type == "cpu":
-            spread_experts()
         self.code_format = register_codes(spec)
         launcher_world = os.environ.get("LOCAL_WORLD_SIZE")
         self.padded_params = VLLM_PADDED_PARAMETERS
@@ -91,7 +86,7 @@ class VllmEngine:
         if launcher_world is not None:  # the CPU platform overwrites it with tp
             os.environ["LOCAL_WORLD_SIZE"] = launcher_world
         engine = self._llm.llm_engine
-        self.dp_group: dist.ProcessGroup | None = engine.dp_group  # of the ranks that step together
+        self.dp_group: Any = engine.dp_group  # of the ranks that step together
         self._names: dict[int, str] = {}  # key of a request -> vLLM's name
         self._requests: dict[str, Request] = {}  # by vLLM's name
         scheduler: Any = engine.engine_core.engine_core.scheduler
@@ -100,8 +95,7 @@ class VllmEngine:
         self._stop = spec.stop
         self._can_sleep = spec.process.device.type == "cuda"
         worker = engine.model_executor.driver_worker.worker
-        shares_bias = self._ep_size == 1 and spec.find_place(spec.process.rank) > 0
-        self.params: dict[str, torch.Tensor] = list_params(worker.get_model(), spec.shape, shares_bias)
+        self.params: dict[str, torch.Tensor] = list_params(worker.get_model(), spec)
         # Expert kernels that need another order have allocated tensors of their own.
         self.shared_params = frozenset(n for n in shared if self.params[n].data_ptr() == shareable[n].data_ptr())
         if spec.config.bitwise:
@@ -438,12 +432,9 @@ def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tu
     return packed
 
 
-def list_params(model: torch.nn.Module, shape: ModelShape, shares_bias: bool) -> dict[str, torch.Tensor]:
-    """Return vLLM's parameters by name, with a matrix per expert, without adapters.
-
-    Args:
-        shares_bias: whether another rank, whose results are added, has the biases of this rank's experts.
-    """
+def list_params(model: torch.nn.Module, spec: EngineSpec) -> dict[str, torch.Tensor]:
+    """Return vLLM's parameters by name, with a matrix per expert, without adapters."""
+    shape = spec.shape
     derived = {id(p) for module in list_absorbing(model) for p in module.parameters(recurse=False)}
     named = {name.replace(".base_layer.", "."): p.data for name, p in model.named_parameters() if id(p) not in derived}
     if shape.latent is not None:
@@ -453,7 +444,8 @@ def list_params(model: torch.nn.Module, shape: ModelShape, shares_bias: bool) ->
     params = split_experts(named)
     if not is_packed(shape):
         return params
-    if shares_bias:
+    if spec.config.expert_parallel_size == 1 and spec.find_place(spec.process.rank):
+        # Results are summed over TP ranks, which share each expert: only the first one has this bias.
         for name in [name for name in params if ".w2_bias." in name]:
             params.pop(name).zero_()
     return split_turns(params)

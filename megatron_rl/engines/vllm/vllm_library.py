@@ -128,7 +128,7 @@ def prepare_vllm(device: torch.device) -> ModuleType:
     return vllm
 
 
-def spread_experts() -> None:
+def _spread_experts() -> None:
     """Patch vLLM for ranks with experts of their own on a CPU, after `prepare_vllm`; idempotent.
 
     Its kernel takes the experts of a token for those of the rank, and its DP ranks have no collectives.
@@ -305,6 +305,8 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
         UserError: vLLM's implementation keeps weights in another order, or needs a missing package.
     """
     check_engine(spec.shape, "vllm", spec.config.quantization, spec.adapters)
+    if spec.config.expert_parallel_size > 1 and spec.process.device.type == "cpu":
+        _spread_experts()
     family = FAMILIES[spec.shape.family]
     try:
         module = import_module(f"vllm.model_executor.models.{family.vllm_module or spec.shape.family}")

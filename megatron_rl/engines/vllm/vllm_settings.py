@@ -38,8 +38,9 @@ def fit_to_device(config: RolloutConfig, device: torch.device, records_routes: b
     """Choose vLLM's execution modes: those that a CPU supports, and on a GPU the default ones."""
     if device.type == "cpu":
         return replace(config, **_MODES_ON_CPU)
-    in_lock_step = config.data_parallel_size > 1  # with a forward in every step
-    chosen = "v1" if records_routes or config.is_ever_truncated or in_lock_step else "v2"
+    chosen = "v1" if records_routes or config.is_ever_truncated else "v2"
+    if config.data_parallel_size > 1:  # parts step together: each step needs a forward
+        chosen = "v1"
     runner = chosen if config.model_runner == "auto" else config.model_runner
     scheduling = runner == "v2" if config.async_scheduling is None else config.async_scheduling
     return replace(config, model_runner=runner, async_scheduling=scheduling)
