@@ -68,6 +68,10 @@ def shrink(recipe: dict[str, Any]) -> tuple[int, list[str]]:
         for name in ("tensor_model", "pipeline_model", "context", "expert_model")
         if (size := sections[section].get(f"{name}_parallel_size"))
     }
+    if "expert_parallel_size" in recipe["rollout"]:
+        parts = min(2, recipe["rollout"].get("data_parallel_size", 1))
+        width = parts * layout.get("rollout.tensor_model_parallel_size", 1)
+        layout |= {"rollout.data_parallel_size": parts, "rollout.expert_parallel_size": width}
     sizes = [layout.get(f"actor.{name}_parallel_size", 1) for name in ("tensor_model", "context", "expert_model")]
     overrides = [
         "model.dtype=float32",
