@@ -67,7 +67,7 @@ def configure_engine(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, 
     config = load_config(recipe, overrides).config
     stand_in_for_driver()
     choose_cuda_platform()
-    world = config.rollout.tensor_model_parallel_size
+    world = config.rollout.ranks_per_engine
     process = Process(0, world, 0, min(world, _GPUS), torch.device("cuda", 0))
     vllm = prepare_vllm(process.device)
     file = find_shape(config.model.path, recipe)
