@@ -60,6 +60,8 @@ SHAPES = {
     "smollm3": make_shape("smollm3", tied_embeddings=True),
     "olmo2": make_shape("olmo2"),
     "gpt_oss": make_shape("gpt_oss"),
+    "minimax_m2": make_shape("minimax_m2"),
+    "glm4_moe_lite": make_shape("glm4_moe_lite"),
     "two KV heads": make_shape("qwen3", num_kv_heads=2, tied_embeddings=True),
 }
 ROLLOUT_TP = (1, 2, 4)
