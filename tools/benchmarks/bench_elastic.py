@@ -11,10 +11,11 @@
     ... --soak --every 20 trainer.total_steps=500 --json FILE
 
 Each job loses one of its engines in generation, at an update of the weights, in a checkpoint or as it joins; by
-kill -9, by a suspension for twice the limit, or by an exception. A lost engine is started again. A job passes if it
-ends with status 0 and its rollouts and metrics equal an undisturbed job's, bit for bit. Job (one rank) and
-engines are forks of this process, so that a start takes no imports. The soak measures the front's process after each
-step.
+kill -9, by a suspension for twice the limit, or by an exception. Losses other than at a join wait until all engines
+serve. A lost engine is started again. A job passes if it loses an engine, ends with status 0, and its rollouts and
+metrics equal an undisturbed job's, bit for bit. `unseen` counts losses that the front never saw: the job ended first,
+or the engine had not joined yet. Job (one rank) and engines are forks of this process, so that a start takes no
+imports. The soak measures the front's process after each step.
 """
 
 from __future__ import annotations
@@ -129,28 +130,36 @@ def note(run_dir: Path, **what: Any) -> None:
         file.write(json.dumps(what) + "\n")
 
 
-def watch(run_dir: Path, reach: Callable[[str, int], None]) -> None:
-    """Call `reach` with each moment and the number of weight updates so far, and note when losses are seen."""
+def watch(run_dir: Path, reach: Callable[[str, int], None], count: int) -> None:
+    """Call `reach` with each moment and the number of weight updates so far, and note when losses are seen.
+
+    Only joins count before all of `count` engines serve: a loss of one that has not joined shows nothing.
+    """
     step, end_update, lose, take = Front.step, Front.end_weight_update, Front._lose, Front._take
-    end_step, updates = Checkpoints.end_step, [0]
+    end_step, updates, serving = Checkpoints.end_step, [0], [0]
+
+    def arrive(moment: str) -> None:
+        if moment == "join" or serving[0] == count:
+            reach(moment, updates[0])
 
     def in_step(self: Front) -> Any:
+        serving[0] = sum(member.is_ready for member in self._members)
         if any(member.running for member in self._members):
-            reach("generation", updates[0])
+            arrive("generation")
         return step(self)
 
     def in_update(self: Front) -> None:
         updates[0] += 1
-        reach("update", updates[0])
+        arrive("update")
         end_update(self)
 
     def in_checkpoint(self: Checkpoints, step: int, is_best: bool = False) -> None:
-        reach("checkpoint", updates[0])
+        arrive("checkpoint")
         end_step(self, step, is_best)
 
     def in_join(self: Front, member: Member, kind: str, *what: Any) -> None:
         if kind == "joined":
-            reach("join", updates[0])
+            arrive("join")
         take(self, member, kind, *what)
 
     def in_loss(self: Front, member: Member, reason: str) -> None:
@@ -240,7 +249,7 @@ def lose_at_random(
         moment, way = MOMENTS[number % len(MOMENTS)], ways[number // len(MOMENTS) % len(ways)]
         step = 0 if moment == "join" else draw.randint(1, max((config.trainer.total_steps or 1) - 1, 1))
         loss = Loss(run_dir, moment, way, step, 0.1 * draw.random(), silent)
-        status, seconds = carry_out(recipe, overrides, run_dir, count, partial(watch, run_dir, loss.reach))
+        status, seconds = carry_out(recipe, overrides, run_dir, count, partial(watch, run_dir, loss.reach, count))
         equal = status == 0 and read_results(run_dir) == expected
         one = {"moment": moment, "way": way, "step": step, "status": status, "equal": equal, "seconds": seconds}
         found.append(one | {"seen_after": read_times(run_dir)})
@@ -249,8 +258,9 @@ def lose_at_random(
         "overrides": list(overrides),
         "engines": count,
         "jobs": jobs,
-        "passed": sum(one["equal"] for one in found),
+        "passed": sum(one["equal"] and len(one["seen_after"]) == 1 for one in found),
         "losses": sum(len(one["seen_after"]) for one in found),
+        "unseen": sum(seen < 0 for one in found for seen in one["seen_after"]),
         "undisturbed_seconds": undisturbed,
         "largest_seconds": max(one["seconds"] for one in found),
         "each": found,
@@ -266,7 +276,7 @@ def soak(recipe: Path, overrides: Sequence[str], work: Path, every: int, count: 
             done.add(updates)
             Loss(run_dir, moment, "killed", 0, 0.01, 0.0).reach(moment, updates)
 
-    status, _ = carry_out(recipe, overrides, run_dir, count, partial(watch, run_dir, reach))
+    status, _ = carry_out(recipe, overrides, run_dir, count, partial(watch, run_dir, reach, count))
     figures = [*map(json.loads, (run_dir / _FIGURES).read_text().splitlines())]
     seconds = [one.pop("seconds") for one in figures]
     samples = [(row["prompt_id"], row["sample_index"]) for _, rows in read_results(run_dir)[0] for row in rows]
