@@ -73,6 +73,7 @@ class Llm:
         scheduler.scheduler_config = SimpleNamespace(async_scheduling=False)
         core = SimpleNamespace(scheduler=scheduler)
         self.llm_engine = SimpleNamespace(
+            dp_group=None,
             model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)),
             is_sleeping=lambda: bool(self._asleep),
             has_unfinished_requests=lambda: False,
