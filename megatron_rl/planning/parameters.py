@@ -309,7 +309,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 # Matrices that vLLM fuses into one if it caches latents: no storage of the actor is both.
-_FUSED_LATENTS = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+FUSED_LATENTS = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 CODE_BYTES, SCALE_BYTES = 1, 4  # per element and per row of 8-bit matrices
 
@@ -348,7 +348,7 @@ def count_own_bytes(job: Job, rank: int) -> int:
     if config.hybrid.alias_weights and rank in job.layout.ranks and is_whole and not is_served:
         unshared = adapters if adapters is not None and (is_merged or adapters.is_quantized) else None
         place = _find_place(job, rank)
-        copied = _FUSED_LATENTS if caches_latents(job) and shape.latent and shape.latent.query else ()
+        copied = FUSED_LATENTS if caches_latents(job) and shape.latent and shape.latent.query else ()
         own -= itemsize * count_aliased_elements(
             shape, job.layout, rank, job.engine_tp, place, unshared, is_coded(job), copied, job.engine_ep
         )

@@ -17,7 +17,7 @@ from megatron_rl.observability.progress import PhaseTimers
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.planning.cluster import Job
-from megatron_rl.planning.parameters import is_coded
+from megatron_rl.planning.parameters import FUSED_LATENTS, caches_latents, is_coded
 from megatron_rl.run.building import find_shared
 from megatron_rl.transfer import hybrid_engine, transports
 from megatron_rl.transfer.hybrid_engine import HybridEngine
@@ -57,9 +57,11 @@ class SleepingEngine:
             name: torch.empty(size, dtype=torch.float32 if name in wide else actor.model.dtype, device=process.device)
             for name, size in sizes.items()
         }
-        names = find_shared(job.config, actor, process.rank, table)
+        names = _find_shared(job, actor, process.rank, table)
+        absorbed = [x for name, x in self.params.items() if ".kv_b_proj." in name and caches_latents(job)]
         self.shared_params = share_params(self.params, {name: actor.model.params[own] for name, own in names.items()})
         mine = [tensor for name, tensor in self.params.items() if name not in self.shared_params]
+        mine += [torch.empty_like(tensor) for tensor in absorbed]  # up-projections that vLLM keeps in a second form
         self._storages = [(tensor.untyped_storage(), tensor.nbytes) for tensor in mine]
 
     def shard_key(self, rank: int) -> int:
@@ -99,7 +101,7 @@ def build_switch(job: Job, actor: Any, rank: int, ledger: Ledger) -> HybridEngin
         for peer in range(cluster.world_size):
             key = actor.model.shard_key(peer), engine.shard_key(peer)
             if key not in known:
-                known[key] = frozenset(find_shared(job.config, actor, peer, engine.placements(peer)))
+                known[key] = frozenset(_find_shared(job, actor, peer, engine.placements(peer)))
             found.append(known[key])
         assert found[rank] == names, "a rank shares what the tables say"
         return found
@@ -121,6 +123,13 @@ def build_switch(job: Job, actor: Any, rank: int, ledger: Ledger) -> HybridEngin
             config=job.config.hybrid,
             timers=PhaseTimers(),
         )
+
+
+def _find_shared(job: Job, actor: Any, rank: int, table: Sequence[ShardBox]) -> dict[str, str]:
+    """Return the engine's parameters that share the actor's storage, without those that vLLM fuses."""
+    fused = FUSED_LATENTS if caches_latents(job) else ()
+    names = find_shared(job.config, actor, rank, table)
+    return {name: own for name, own in names.items() if not name.endswith(fused)}
 
 
 def _find_sizes(table: Sequence[ShardBox]) -> dict[str, list[int]]:
