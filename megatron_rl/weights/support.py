@@ -78,7 +78,7 @@ def check_rollout_layout(shape: ModelShape, tp_size: int, ep_size: int = 1) -> N
         raise UserError(
             f"rollout.expert_parallel_size {ep_size} {what}",
             source="rollout.expert_parallel_size and the model's config.json",
-            expected=f"1{f', or {ep_size} for a multiple of so many experts' if experts else ''}",
+            expected=f"1{f', or a divisor of {experts}' if experts else ''}",
             hint="leave rollout.expert_parallel_size out: the ranks of an engine then share each expert",
         )
     if not _fits_engine(shape, tp_size, ep_size):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "launch/recipes/qwen2.5_0.5b_gsm8k.yaml"
 EXPECTED = {
     "host tensor in a collective": "a collective of a tensor on the host at planted_faults.py:",
-    "item": "the host waits for the device at megatron_rl/training/optimizer.py:",  # which calls the loss
+    "item": "the host waits 3 times for the device at megatron_rl/training/optimizer.py:",  # two losses, one report
     "forgotten device": "found at least two devices, cuda:0 and cpu",
     "second wait": "the host waits for the device at planted_faults.py:",
     "leak": "1.9 MiB (0.1%) more are held after the second actor update than after the first",

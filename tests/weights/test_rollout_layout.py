@@ -131,7 +131,7 @@ def test_vllm_shards_are_as_documented(family: str, changes: dict[str, Any], tp_
 @pytest.mark.parametrize("family", EXPERT_MATRICES)
 @pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 2), (4, 4), (1, 4), (2, 8)])
 def test_whole_experts_of_a_rank_are_numbered_from_0(family: str, tp_size: int, ep_size: int) -> None:
-    """And all other parameters are those of its TP rank, but for shared experts, which are whole with DP."""
+    """Each rank has whole experts; its other parameters are those of its TP rank, shared experts whole with DP."""
     shape = make_shape(family, **dict(SHAPES)[family] | dict(num_experts=8))
     full = make_full_tensors(shape)
     whole = make_vllm_shards(shape, full, 1, 0)

@@ -12,10 +12,10 @@
 
 Each job loses one of its engines in generation, at an update of the weights, in a checkpoint or as it joins; by
 kill -9, by a suspension for twice the limit, or by an exception. Losses other than at a join wait until all engines
-serve. A lost engine is started again. A job passes if it loses an engine, ends with status 0, and its rollouts and
-metrics equal an undisturbed job's, bit for bit. `unseen` counts losses that the front never saw: the job ended first,
-or the engine had not joined yet. Job (one rank) and engines are forks of this process, so that a start takes no
-imports. The soak measures the front's process after each step.
+serve, or for the last step. A lost engine is started again. A job passes if it loses an engine, ends with status 0,
+and its rollouts and metrics equal an undisturbed job's, bit for bit. `unseen` counts losses that the front never saw:
+the job ended first, or the engine had not joined yet. Job (one rank) and engines are forks of this process, so that a
+start takes no imports. The soak measures the front's process after each step.
 """
 
 from __future__ import annotations
@@ -130,16 +130,17 @@ def note(run_dir: Path, **what: Any) -> None:
         file.write(json.dumps(what) + "\n")
 
 
-def watch(run_dir: Path, reach: Callable[[str, int], None], count: int) -> None:
+def watch(run_dir: Path, reach: Callable[[str, int], None], count: int = 0, last: int = 0) -> None:
     """Call `reach` with each moment and the number of weight updates so far, and note when losses are seen.
 
-    Only joins count before all of `count` engines serve: a loss of one that has not joined shows nothing.
+    Before all of `count` engines serve, only joins count, and moments from update `last` on: a loss of an engine that
+    has not joined shows nothing.
     """
     step, end_update, lose, take = Front.step, Front.end_weight_update, Front._lose, Front._take
     end_step, updates, serving = Checkpoints.end_step, [0], [0]
 
     def arrive(moment: str) -> None:
-        if moment == "join" or serving[0] == count:
+        if moment == "join" or serving[0] >= count or updates[0] >= last:
             reach(moment, updates[0])
 
     def in_step(self: Front) -> Any:
@@ -243,13 +244,13 @@ def lose_at_random(
     status, undisturbed = carry_out(recipe, overrides, work / "undisturbed", count, lambda: None)
     if status:
         raise RuntimeError((work / "undisturbed" / "job.log").read_text()[-2000:])
-    expected = read_results(work / "undisturbed")
+    expected, last = read_results(work / "undisturbed"), config.trainer.total_steps or 1
     for number in range(jobs):
         run_dir, silent = work / f"job_{number}", config.schedule.silent_seconds
         moment, way = MOMENTS[number % len(MOMENTS)], ways[number // len(MOMENTS) % len(ways)]
         step = 0 if moment == "join" else draw.randint(1, max((config.trainer.total_steps or 1) - 1, 1))
         loss = Loss(run_dir, moment, way, step, 0.1 * draw.random(), silent)
-        status, seconds = carry_out(recipe, overrides, run_dir, count, partial(watch, run_dir, loss.reach, count))
+        status, seconds = carry_out(recipe, overrides, run_dir, count, partial(watch, run_dir, loss.reach, count, last))
         equal = status == 0 and read_results(run_dir) == expected
         one = {"moment": moment, "way": way, "step": step, "status": status, "equal": equal, "seconds": seconds}
         found.append(one | {"seen_after": read_times(run_dir)})
@@ -276,7 +277,7 @@ def soak(recipe: Path, overrides: Sequence[str], work: Path, every: int, count: 
             done.add(updates)
             Loss(run_dir, moment, "killed", 0, 0.01, 0.0).reach(moment, updates)
 
-    status, _ = carry_out(recipe, overrides, run_dir, count, partial(watch, run_dir, reach, count))
+    status, _ = carry_out(recipe, overrides, run_dir, count, partial(watch, run_dir, reach))
     figures = [*map(json.loads, (run_dir / _FIGURES).read_text().splitlines())]
     seconds = [one.pop("seconds") for one in figures]
     samples = [(row["prompt_id"], row["sample_index"]) for _, rows in read_results(run_dir)[0] for row in rows]

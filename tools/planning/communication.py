@@ -436,7 +436,7 @@ def predict_outside(job: Job, work: Workload, assumed: Assumptions) -> float:
 
 
 def place_engines(job: Job, gpus: int) -> Job:
-    """Return a job whose engines, outside of it (`schedule.elastic`) on so many GPUs, have ranks behind its own."""
+    """Return the job with its elastic engines, on `gpus` GPUs, as further ranks behind its own."""
     size, tp = job.cluster.world_size, job.config.rollout.tensor_model_parallel_size
     more = max(1, gpus // tp) * tp
     ranks: dict[str, Any] = {"rollout": f"{size}-{size + more - 1}"}

@@ -175,7 +175,7 @@ class VllmEngine:
                 self._routes.expect(name, request)
 
     def step(self) -> list[Sampled]:
-        """Run one forward; return the responses that it finishes; without requests, serve those of other DP ranks."""
+        """Run one forward, of a dummy batch if only other DP ranks have requests; return the responses it finishes."""
         with self._running():
             if not self._requests and self.dp_group is not None:
                 self._llm.llm_engine.engine_core.execute_dummy_batch()

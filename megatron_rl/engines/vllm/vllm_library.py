@@ -131,7 +131,7 @@ def prepare_vllm(device: torch.device) -> ModuleType:
 def _spread_experts() -> None:
     """Patch vLLM for ranks with experts of their own on a CPU, after `prepare_vllm`; idempotent.
 
-    Its kernel takes the experts of a token for those of the rank, and its DP ranks have no collectives.
+    The CPU kernel expects experts to be numbered within the rank; the CPU communicator has no collectives for DP.
     """
     experts: Any = import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe").CPUUnquantizedExperts
     if experts.apply.__module__ == experts.__module__:
