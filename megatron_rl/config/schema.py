@@ -133,9 +133,7 @@ class TrainedConfig(LayoutConfig):
         "Keep optimizer states (bfloat16: and float32 weights) on the host while the engine generates; stream: Adam's "
         "moments always, and each update loads them in chunks (docs/optimizers.md).",
     )
-    overlap_grad_reduce: bool = option(
-        False, "Reduce gradients over DP during the backward of the last microbatch (dense)."
-    )
+    overlap_grad_reduce: bool = option(False, "Reduce gradients over DP during the backward of the last microbatch.")
     step_mode: Literal["eager", "static", "graph"] = option(
         "eager",
         "eager: microbatches of any length; static: padded to few shapes; graph: static, replayed from CUDA graphs"

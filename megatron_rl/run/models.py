@@ -287,25 +287,15 @@ def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> 
         from megatron_rl.weights.support import check_context_parallel
 
         check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, cp_size, section=spec.section)
-    if not shape.num_experts or not spec.trainable:
+    if not shape.num_experts or not spec.trainable or spec.training.step_mode != "graph":
         return layout
-    config, section = spec.training, spec.section
-    mixture = f"a mixture of {shape.num_experts} experts"
-    if config.overlap_grad_reduce:
-        raise UserError(
-            f"{section}.overlap_grad_reduce with {mixture}, for which it is not tried",
-            source=f"{section}.overlap_grad_reduce",
-            expected="false",
-            hint=f"remove {section}.overlap_grad_reduce",
-        )
-    if config.step_mode != "graph":
-        return layout
+    section = spec.section
     from megatron_rl.weights.packed_experts import why_in_turn
 
     if reason := why_in_turn(spec, shape, layout, DTYPE_BYTES[dtype]):
         raise UserError(
-            f"{section}.step_mode = graph with {mixture} that are multiplied one after the other ({reason}): the host "
-            "reads how many rows each of them has, which a graph cannot hold",
+            f"{section}.step_mode = graph with a mixture of {shape.num_experts} experts that are multiplied one after "
+            f"the other ({reason}): the host reads how many rows each of them has, which a graph cannot hold",
             source=f"{section}.step_mode",
             expected="experts that are multiplied in one product, or another step mode",
             hint=f"set {section}.step_mode=static: the same step without capture",

@@ -65,6 +65,7 @@ def test_experts_in_turn_are_refused(arguments: dict[str, Any], reason: str) -> 
         dict(actor=dict(lora=LoraConfig(rank=8, target_modules=EXPERTS))),
         dict(actor=dict(step_mode="static"), bitwise=True),
         dict(actor=dict(step_mode="static"), hidden_size=62),
+        dict(actor=dict(overlap_grad_reduce=True)),
     ],
 )
 def test_what_a_graph_holds_passes(arguments: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from role_setups import take_step
 
 from actor_runs import ALGORITHM, Case, build_actor, build_batch, list_pieces
 from distributed import run_ranks
+from megatron_rl.training import packed_model
 from megatron_rl.training.optimizer import sum_squares
 from tiny_models import save_tiny_model
 
+HALVES, FULL = ((0, 1, 2, 3), (4, 5, 6, 7)), dict(recompute_granularity="full")
 MAX_LR, MIN_LR, WARMUP, TOTAL = 1e-3, 1e-4, 2, 6
 
 
@@ -27,6 +30,13 @@ MAX_LR, MIN_LR, WARMUP, TOTAL = 1e-3, 1e-4, 2, 6
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("llama")
     save_tiny_model(directory, "llama", num_hidden_layers=2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("qwen3_moe")
+    save_tiny_model(directory, "qwen3_moe")
     return directory
 
 
@@ -169,3 +179,49 @@ def test_the_parameters_of_a_model_are_where_the_optimizer_updates_them(
     """DDP moves them into buffers; engines and checkpoints take them from `PackedModel.params`."""
     case = Case(2, actor=dict(zero_stage=int(is_sharded)), dtype=dtype)
     assert run_ranks(_list_moved_params, 2, path, case, timeout=60) == [[], []]
+
+
+_IN_PARTS = partial(packed_model.DistributedDataParallelConfig, bucket_size=5000)
+TP2_SP = dict(ep_size=2, etp_size=1, tp_size=2), dict(sequence_parallel=True)
+
+
+def _update_experts(rank: int, world_size: int, path: Path, case: Case) -> Any:
+    """Three steps; in the second, all tokens and the padding go to the first two of four experts."""
+    with pytest.MonkeyPatch.context() as patch:
+        if case.actor.get("zero_stage") == 0:  # ZeRO sums the squares of a gradient norm by message
+            patch.setattr(packed_model, "DistributedDataParallelConfig", _IN_PARTS)
+        actor = build_actor(case, path)
+    batch = build_batch(actor.model, case)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
+    assert len(batch.slices) > 1
+    routes = torch.arange(2, dtype=torch.uint8).expand(len(batch.tokens), actor.model.shape.num_layers, 2)
+    metrics = [take_step(actor, replace(batch, replayed_routes=given), ALGORITHM) for given in (None, routes, None)]
+    wrapped = actor.model.ddp[0]
+    return metrics, list_pieces(actor.model), len(wrapped.bucket_groups), len(wrapped.expert_parallel_bucket_groups)
+
+
+@pytest.mark.parametrize(
+    ("case", "num_groups"),
+    [
+        (Case(2, max_tokens=30), (1, 0)),
+        (Case(2, {}, dict(zero_stage=0), max_tokens=30), (18, 0)),
+        (Case(2, dict(ep_size=2), max_tokens=30), (1, 1)),
+        (Case(2, dict(ep_size=2), dict(zero_stage=0), max_tokens=30), (10, 8)),
+        (Case(4, dict(ep_size=2), minibatches=HALVES), (1, 1)),
+        (Case(4, dict(ep_size=2, pp_size=2, vpp_size=2), FULL, max_tokens=30), (1, 1)),
+        (Case(2, *TP2_SP), (1, 1)),
+    ],
+)
+def test_overlapped_reduction_of_experts_changes_no_bit(case: Case, num_groups: tuple[int, int], mixture: Path) -> None:
+    """Experts and ranks without a token in all microbatches send gradients of zero in their turn.
+
+    `num_groups`: messages of dense parameters and of experts. With EP 1, experts are reduced with the rest.
+    """
+    plain, early = (
+        run_ranks(_update_experts, case.world_size, mixture, replace(case, actor=case.actor | settings), timeout=100)
+        for settings in ({}, dict(overlap_grad_reduce=True))
+    )
+    for (metrics, pieces, *found), (expected, expected_pieces, *_) in zip(early, plain, strict=True):
+        assert metrics == expected and metrics[1]["moe/dead_experts"] == 2 * 4
+        assert tuple(found) == num_groups
+        assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(pieces, expected_pieces, strict=True))
