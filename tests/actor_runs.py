@@ -17,7 +17,7 @@ import torch
 from role_setups import make_setup, take_step
 
 from distributed import run_ranks
-from megatron_rl.algorithms.aggregation import aggregate
+from megatron_rl.algorithms.losses import aggregate
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import Coordinates, ParallelLayout

@@ -40,6 +40,22 @@ RECORDS = ("Generation", "Sample", "PackedSequence", "SftExample", "Response", "
 # Tensors (data, sequence_parallel), megatron-core's scheduler (num_steps), multiprocessing.Value (value).
 LIBRARY = {"data", "sequence_parallel", "num_steps", "value"}
 PATCHES = {f"{PACKAGE}.parallel.cpu_runtime"}
+# Wings: parts of the package that a run enters by a door if its config asks for them, by the start of their modules.
+WINGS = {
+    "adapters": ("models.lora_linears", "training.adapted_model", "weights.adapters", "checkpoint.peft"),
+    "agents": ("agents.",),
+    "capsules": ("capsule.",),
+    "elastic engines": ("engines.elastic.", "engines.lock_step"),
+    "engine servers": ("engines.servers.",),
+    "mixtures": ("models.experts", "models.routing", "training.router_replay", "weights.packed_experts"),
+    "MTP": ("training.roles.mtp",),
+    "Muon": ("training.muon",),
+    "other programs' names": ("compat.",),
+    "planner": ("planning.admission", "planning.cluster", "planning.memory", "planning.parameters"),
+    "reasoning-gym": ("extension.reasoning_gym",),
+    "trackers": ("observability.trackers",),
+    "ZeRO-3": ("training.fully_sharded", "weights.row_shards"),
+}
 MAX_PARAMETERS = 7
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -143,6 +159,44 @@ def list_long_signatures(tree: Tree) -> list[str]:
             count = len(names) - (names[:1] in (["self"], ["cls"], ["ctx"]))
             if count > MAX_PARAMETERS:
                 found.append(f"{name}.{path} ({count})")
+    return found
+
+
+def count_wings(tree: Tree) -> dict[str, int]:
+    """Lines of each of WINGS."""
+    starts = {wing: tuple(f"{PACKAGE}.{start}" for start in found) for wing, found in WINGS.items()}
+    return {
+        wing: sum(len(text.splitlines()) for name, text in tree.texts.items() if f"{name}.".startswith(found))
+        for wing, found in starts.items()
+    }
+
+
+def list_single_importers(tree: Tree) -> list[str]:
+    """Modules that one module imports, a neighbor in their own room."""
+    importers = {
+        name: [other for other, found in tree.imports.items() if name in found and other != PACKAGE]
+        for name in tree.modules
+    }
+    room = {name: name.rpartition(".")[0] for name in tree.modules}
+    return [name for name, found in importers.items() if len(found) == 1 and room[found[0]] == room[name]]
+
+
+def list_forwarders(tree: Tree) -> list[str]:
+    """Functions whose body is a call with exactly their parameters, in any order."""
+    found = []
+    for name, module in tree.modules.items():
+        for path, node in _functions(module):
+            body = [x for x in node.body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
+            value = getattr(body[0], "value", None) if len(body) == 1 else None
+            value = value.value if isinstance(value, ast.Await) else value
+            if not isinstance(value, ast.Call):
+                continue
+            given = [*value.args, *(keyword.value for keyword in value.keywords)]
+            names = [getattr(x.value if isinstance(x, ast.Starred) else x, "id", None) for x in given]
+            parts = node.args
+            own = [x.arg for x in (*parts.posonlyargs, *parts.args, *parts.kwonlyargs, parts.vararg, parts.kwarg) if x]
+            if sorted(map(str, names)) == sorted(own[own[:1] in (["self"], ["cls"]) :]):
+                found.append(f"{name}.{path}")
     return found
 
 
@@ -293,17 +347,22 @@ def format_figures(tree: Tree) -> str:
     signatures = list_long_signatures(tree)
     widest = sorted(((len(found), name) for name, found in tree.loaded.items()), reverse=True)[:5]
     root, records = list_root_modules(tree), list_records(tree)
-    closure = tree.find_closure(PLAIN_RUN)
+    closure, wings = tree.find_closure(PLAIN_RUN), count_wings(tree)
+    lines = sum(len(text.splitlines()) for text in tree.texts.values())
+    singles, forwarders = list_single_importers(tree), list_forwarders(tree)
     rows = [
         ("modules of the package", len(tree.texts), ""),
         ("modules of a plain run", len(closure), ""),
         ("lines of a plain run", sum(len(tree.texts[name].splitlines()) for name in closure), ""),
-        ("lines of the package", sum(len(text.splitlines()) for text in tree.texts.values()), ""),
+        ("lines of the package", lines, ""),
+        ("lines without its wings", lines - sum(wings.values()), ", ".join(f"{n} {c}" for n, c in wings.items())),
         ("lines of Trainer.train", count_train_lines(tree), ""),
         ("modules in the root", len(root), ", ".join(name.split(".")[1] for name in root)),
         ("records of a response", len(records), ", ".join(records)),
         ("attributes set from outside", outside.total(), ", ".join(f"{n} {c}" for n, c in outside.most_common())),
         (f"more than {MAX_PARAMETERS} parameters", len(signatures), ", ".join(signatures)),
+        ("single importers in a room", len(singles), ", ".join(singles)),
+        ("forwarding functions", len(forwarders), ", ".join(forwarders)),
         ("largest fan-out", widest[0][0], ", ".join(f"{name} {count}" for count, name in widest)),
         ("import circles", len(circles), "; ".join(", ".join(circle) for circle in circles)),
     ]

@@ -30,9 +30,8 @@ from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.collector import Clock, Collector, RewardSources, RolloutStream, Taken
 from megatron_rl.rollout.episodes import SampleOrder
-from megatron_rl.rollout.generation import RolloutGenerator
-from megatron_rl.rollout.schedule_trace import ScheduleTrace, read_trace
-from megatron_rl.rollout.serving import TrainingEnd, open_channel, open_phase_end
+from megatron_rl.rollout.generation import RolloutGenerator, open_channel
+from megatron_rl.rollout.phase_ends import ScheduleTrace, TrainingEnd, open_phase_end, read_trace
 from megatron_rl.types import Prompt, Rollout
 
 SAMPLING = SamplingConfig(temperature=1.0, max_tokens=40, stop_token_ids=())

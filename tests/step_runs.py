@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from role_setups import make_setup, take_step
 
-from megatron_rl.algorithms.aggregation import aggregate, build_ledger
 from megatron_rl.algorithms.importance import Responses, compute_importance_weights
+from megatron_rl.algorithms.losses import aggregate, build_ledger
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout

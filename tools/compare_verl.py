@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantages
-from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.catalog import CHOOSES_TOKENS
 from megatron_rl.algorithms.importance import Responses, compute_importance_weights, normalize_weights
 from megatron_rl.algorithms.losses import (
     AdaptiveKL,
     PolicyLossInputs,
+    aggregate,
     compute_kl,
     compute_policy_loss,
     measure_for_target,

@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the decorator from here
     ADVANTAGE_ESTIMATORS,
-    find_options,
     register_advantage_estimator,
 )
-from megatron_rl.algorithms.losses import number_segments
+from megatron_rl.algorithms.losses import find_options, number_segments
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.types import UserError
 

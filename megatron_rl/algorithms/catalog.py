@@ -73,7 +73,7 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry(
 LOSS_AGGREGATIONS: Registry[LossAggregation] = Registry(
     "algorithm.loss_agg_mode",
     **{
-        name: Deferred("megatron_rl.algorithms.aggregation", f"weigh_{name.replace('-', '_')}")
+        name: Deferred("megatron_rl.algorithms.losses", f"weigh_{name.replace('-', '_')}")
         for name in ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
     },
 )
@@ -174,13 +174,6 @@ def _register(
         return function
 
     return register
-
-
-def find_options(config: AlgorithmConfig, name: str) -> Any:
-    """Return the options of a registered function, their defaults if the config has none; `None` if it takes none."""
-    if name in config.options or name not in OPTIONS:
-        return config.options.get(name)
-    return OPTIONS[name]()  # a config that was not read from settings
 
 
 def plan_old_logprobs(config: RunConfig, estimator: RegisteredEstimator) -> str:

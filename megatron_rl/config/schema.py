@@ -468,12 +468,12 @@ class RunConfig:
 
         return split_sources(self)
 
-    @property
+    @cached_property
     def has_episodes(self) -> bool:
         """Whether a source of prompts has episodes of several turns."""
         return any(one.agents.has_episodes for one in self.by_source.values())
 
-    @property
+    @cached_property
     def is_truncated(self) -> bool:
         """Whether rollouts of a source of prompts are drawn from a part of the vocabulary."""
         return any(one.rollout.is_truncated for one in self.by_source.values())

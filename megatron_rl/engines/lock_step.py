@@ -3,7 +3,7 @@
 
 Each layer exchanges tokens between all ranks of the engine, which share one set of experts. A rank without requests
 therefore takes part in every step with a batch of its own (vLLM's dummy batch), and all ranks learn of the responses
-that any of them finishes. To `rollout.serving` they are one engine: its ranks get equal requests and return equal
+that any of them finishes. To `rollout.generation` they are one engine: its ranks get equal requests and return equal
 results.
 """
 

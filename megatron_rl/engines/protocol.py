@@ -2,8 +2,8 @@
 """Interfaces of rollout engines, their sampling contract, and registration; read this before you write an engine.
 
 `RolloutConfig.ranks_per_engine` consecutive ranks (or the ranks of a `PlacedEngine`) are one engine; all engines
-together span `placement.rollout`. `RolloutEngine` is the request side, called by `rollout.serving`; `EngineWeights` is
-the weight side, called by the hybrid engine.
+together span `placement.rollout`. `RolloutEngine` is the request side, called by `rollout.generation`; `EngineWeights`
+is the weight side, called by the hybrid engine.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ reward sources (rules, functions, services) start during generation if they can.
 
 Samples have bounded staleness: begun ahead of their step (`RolloutStream`), carried over phases, and never dropped. No
 response begins with weights more than `schedule.max_staleness` steps older than the weights trained on it, and every
-prompt is trained on once (the rule: `rollout.serving`). Unfinished samples keep tokens, log-probs and policy versions
-and continue on their engine in the next phase. Seeds depend on the position in the data order and the number of
-existing tokens, not on the engine or the time of an interruption.
+prompt is trained on once (the rule: `rollout.phase_ends`). Unfinished samples keep tokens, log-probs and policy
+versions and continue on their engine in the next phase. Seeds depend on the position in the data order and the number
+of existing tokens, not on the engine or the time of an interruption.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from megatron_rl.parallel.collectives import gather_objects, open_store, raise_t
 from megatron_rl.rewards.answers import CORRECT_FROM, compute_validation_metrics
 from megatron_rl.rewards.scoring import OVERLONG, Scorer
 from megatron_rl.rollout.episodes import SampleGroups, SampleOrder, describe_episodes
-from megatron_rl.rollout.generation import OnFinished, RolloutGenerator
-from megatron_rl.rollout.serving import (
+from megatron_rl.rollout.generation import OnFinished, Phase, RolloutGenerator
+from megatron_rl.rollout.phase_ends import (
     AfterSteps,
-    Phase,
     PhaseEnd,
     PhaseTarget,
+    ScheduleTrace,
     TrainingEnd,
     find_window,
     open_phase_end,
+    read_trace,
 )
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.table import Headers, Payload, build_headers, gather_headers, index_branches, join_headers
@@ -49,7 +50,6 @@ from megatron_rl.types import FAILED, Prompt, Rollout, UserError
 
 if TYPE_CHECKING:
     from megatron_rl.rollout.by_source import MixedScorer
-    from megatron_rl.rollout.schedule_trace import ScheduleTrace
 
 
 @dataclass(frozen=True)
@@ -266,8 +266,6 @@ def open_stream(
     training = TrainingEnd(open_store("training", world())) if is_apart and begins_ahead else None
     is_timed = begins_ahead and schedule.updates == "in_flight" and every is None
     if schedule.replay is not None or (trace is not None and is_timed):
-        from megatron_rl.rollout.schedule_trace import ScheduleTrace, read_trace
-
         replayed = None if schedule.replay is None else read_trace(Path(schedule.replay), len(engines))
         mine = generator.engine_index if generator.is_first else None
         recorder = ScheduleTrace(len(engines), mine, trace if is_timed else None, replayed)

@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation of rollouts from prompts: the loop between an engine's samples and its requests, with checks of both."""
+"""Generation of rollouts from prompts: the loop between an engine's samples and its requests, with checks of both.
+
+An engine's first rank broadcasts a control message before each step: its ranks stay in sync only if they receive the
+same requests before the same step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
@@ -13,17 +21,222 @@ import torch.distributed as dist
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import BuiltEngine
-from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.engines.protocol import Request, RolloutEngine, Sampled
 from megatron_rl.observability.progress import RolloutProgress
-from megatron_rl.parallel.collectives import gather_objects, raise_together, reduce_scalars, share_object
-from megatron_rl.rollout.episodes import Episodes, SampleGroups, Samples, describe_episodes
-from megatron_rl.rollout.serving import Channel, ControlMessage, Phase, generate, serve
+from megatron_rl.parallel.collectives import (
+    align_group_names,
+    gather_objects,
+    make_group,
+    raise_together,
+    reduce_scalars,
+    share_object,
+)
+from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.rollout.episodes import Episodes, Following, SampleGroups, Samples, describe_episodes
+from megatron_rl.rollout.phase_ends import PhaseEnd
 from megatron_rl.types import Prompt, Rollout, RouteShape, UserError
 
 if TYPE_CHECKING:
     from megatron_rl.agents.in_rank import AnyEpisodes
     from megatron_rl.engines.elastic.front import Front
+    from megatron_rl.parallel.pairs import Pair
     from megatron_rl.transfer.hybrid_engine import HybridEngine
+
+
+_IDLE_SECONDS = 0.002
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class ControlMessage:
+    """Actions of an engine's ranks before the next step, in field order."""
+
+    interrupts: Sequence[int] = ()  # keys of requests to abort, keeping their partial results
+    requests: Sequence[Request] = ()  # requests to add, in the order of (turn, key)
+    stop: bool = False  # no message follows; running requests are completed
+
+
+class Channel:
+    """Broadcast channel from an engine's first rank to its other ranks: 8 bytes for an empty message.
+
+    Args:
+        group: CPU group of the engine's ranks; `None` if a single rank, or every rank by itself, creates the messages.
+        star: faster connections between the first and each other rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, star: Sequence[Pair] = ()) -> None:
+        self._group, self._star = group, star
+        self.is_first = group is None or group.rank() == 0
+
+    def share(self, message: ControlMessage | None) -> ControlMessage:
+        """Return the first rank's message; collective over the engine."""
+        if self._group is None:
+            assert message is not None
+            return message
+        payload = torch.empty(0, dtype=torch.uint8)
+        if message is not None and (message.interrupts or message.requests or message.stop):
+            payload = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        size = torch.tensor([len(payload)])
+        self._bring(size, self._group)
+        if not size:
+            return ControlMessage()
+        if message is None:
+            payload = torch.empty(int(size), dtype=torch.uint8)
+        self._bring(payload, self._group)
+        return message or pickle.loads(payload.numpy().tobytes())
+
+    def _bring(self, values: torch.Tensor, group: dist.ProcessGroup) -> None:
+        if not self._star or not self._star[0].fits(values.nbytes):
+            dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
+            return
+        for pair in self._star:
+            if self.is_first:
+                pair.send(values)
+            else:
+                pair.receive(values)
+
+
+def open_channel(engines: EngineRanks, rank: int, timeout: timedelta | None = None) -> Channel:
+    """Open the channel of this rank's engine; collective over the job."""
+    if engines.width == 1:
+        return Channel()
+    align_group_names()
+    from megatron_rl.parallel.pairs import open_star
+
+    index, _ = engines.places.get(rank, (-1, 0))
+    group = None if index < 0 else make_group(engines.of[index], timeout)
+    return Channel(group, open_star(group, timeout) if group is not None else ())
+
+
+def serve(
+    engine: RolloutEngine,
+    take: Callable[[bool], ControlMessage],
+    on_sampled: Callable[[Sampled], None],
+    channel: Channel | None = None,
+    on_requests: Callable[[Sequence[Request]], None] | None = None,
+) -> Exception | None:
+    """Step an engine until a stop message and completion of all requests; collective over the engine's ranks.
+
+    Args:
+        take: called before each step on the first rank (without a channel on every rank, with equal results), with
+            whether the engine is idle.
+        on_sampled: called on every rank with each finished or interrupted result.
+        on_requests: called on every rank before requests are added.
+
+    Returns:
+        The first exception of `take` or `on_sampled`, after which neither is called. All requests are interrupted, or
+        completed if a stop message came first.
+
+    Raises:
+        Exception: an error of the engine; all requests are interrupted.
+    """
+    running: set[int] = set()
+    errors: list[Exception] = []
+    channel = channel or Channel()
+
+    def take_message() -> ControlMessage:
+        if not errors:
+            try:
+                return take(not engine.has_requests())
+            except Exception as error:
+                errors.append(error)
+        return ControlMessage(interrupts=sorted(running), stop=True)  # after an error
+
+    def deliver(sampled: Sequence[Sampled]) -> None:
+        for one in sampled:
+            running.discard(one.key)
+            if not errors:
+                try:
+                    on_sampled(one)
+                except Exception as error:  # deferred, because other ranks would wait
+                    errors.append(error)
+
+    try:
+        is_last = False
+        while not is_last or engine.has_requests():
+            if not is_last:
+                message = channel.share(take_message() if channel.is_first else None)
+                is_last = message.stop
+                deliver(engine.interrupt(message.interrupts) if message.interrupts else [])
+                if on_requests is not None:
+                    on_requests(message.requests)
+                if message.requests:  # in an order independent of their arrival
+                    engine.add(sorted(message.requests, key=lambda request: (request.turn, request.key)))
+                    running.update(request.key for request in message.requests)
+            deliver(engine.step() if engine.has_requests() else [])
+    except BaseException:
+        engine.interrupt(sorted(running))
+        raise
+    return errors[0] if errors else None
+
+
+def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Sampled]:
+    """Generate results for a batch of requests, in their order; collective over the engine's ranks."""
+    found: dict[int, Sampled] = {}
+    message = ControlMessage(requests=requests, stop=True)
+    error = serve(engine, lambda is_idle: message, lambda sampled: found.update({sampled.key: sampled}))
+    if error is not None:
+        raise error
+    return [found[request.key] for request in requests if request.key in found]
+
+
+class Phase:
+    """Control of one engine during a phase (stretch of generation), on its first rank.
+
+    Args:
+        awaited: positions of the leading prompts, which the step may take.
+        left: this engine's unfinished samples of each prompt, `awaited` first.
+        end: if `None`, the phase ends when no requests follow.
+
+    Attributes:
+        num_steps: decode steps before the end.
+    """
+
+    def __init__(self, awaited: Sequence[int], left: np.ndarray, end: PhaseEnd | None) -> None:
+        self._left, self._end = left.copy(), end
+        self._places = {position: place for place, position in enumerate(awaited)}
+        self.num_steps, self._has_begun = 0, False
+        self._started, self._idle_seconds = time.monotonic(), 0.0
+
+    def take(self, is_idle: bool, following: Following, running: Iterable[int]) -> ControlMessage:
+        """Return the engine's next control message for `serve`: new requests, or the end of the phase."""
+        if self._end is None:
+            return ControlMessage(requests=following.requests, stop=following.is_last)
+        if self._has_begun:
+            if self._end.is_over(self._left):
+                return ControlMessage(interrupts=sorted(running), stop=True)
+            is_idle &= not following.requests
+            self.num_steps += not is_idle
+            if is_idle:
+                time.sleep(_IDLE_SECONDS)
+                self._idle_seconds += _IDLE_SECONDS
+        self._has_begun = True
+        return ControlMessage(requests=following.requests)
+
+    def finish(self, position: int) -> bool:
+        """Record a finished sample of the prompt at `position`; return whether the step may take this prompt."""
+        place = self._places.get(position)
+        if place is not None:
+            self._left[place] -= 1
+        return place is not None
+
+    def guard(self, call: Callable[[T], R]) -> Callable[[T], R]:
+        """Wrap a callback so that its error ends the phase for all engines."""
+
+        def guarded(argument: T) -> R:
+            try:
+                return call(argument)
+            except Exception:
+                if self._end is not None:
+                    self._end.give_up()
+                raise
+
+        return guarded
+
+    def busy_share(self) -> float:
+        """Return the share of time in which the engine had requests."""
+        return 1 - self._idle_seconds / max(time.monotonic() - self._started, _IDLE_SECONDS)
 
 
 class OpenRequests:

@@ -27,8 +27,7 @@ from megatron_rl.parallel.groups import ParallelGroups, join_groups
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rewards.plan import open_scorer
 from megatron_rl.rollout.collector import Collector, RewardSources, RolloutStream, open_stream
-from megatron_rl.rollout.generation import RolloutGenerator
-from megatron_rl.rollout.serving import open_channel
+from megatron_rl.rollout.generation import RolloutGenerator, open_channel
 from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs
 from megatron_rl.run.models import RoleInputs
 from megatron_rl.samples.batch import Packer

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.algorithms.aggregation import aggregate, build_ledger
-from megatron_rl.algorithms.catalog import find_options
+from megatron_rl.algorithms.losses import aggregate, build_ledger, find_options
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.vocab_parallel import PackedKeptSets

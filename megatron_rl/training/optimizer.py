@@ -30,7 +30,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_rl.algorithms.aggregation import check_ledger, is_ledger_met, ledger_metrics
+from megatron_rl.algorithms.losses import check_ledger, is_ledger_met, ledger_metrics
 from megatron_rl.checkpoint.pieces import MOMENTS, list_state_shards
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.stages import local_values

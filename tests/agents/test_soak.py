@@ -27,8 +27,7 @@ from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig
 from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.episodes import SampleGroups
-from megatron_rl.rollout.generation import RolloutGenerator
-from megatron_rl.rollout.serving import open_channel
+from megatron_rl.rollout.generation import RolloutGenerator, open_channel
 from megatron_rl.types import Prompt
 from tools.make_toy_task import train_tokenizer
 

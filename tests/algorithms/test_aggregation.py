@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.aggregation import (
+from megatron_rl.algorithms.losses import (
     AggregationInputs,
     LedgerError,
     aggregate,
     build_ledger,
     check_ledger,
+    find_options,
     ledger_metrics,
     register_loss_aggregation,
 )
-from megatron_rl.algorithms.catalog import find_options
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.types import UserError

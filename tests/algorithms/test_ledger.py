@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.algorithms.aggregation import (
+from megatron_rl.algorithms.losses import (
     LedgerError,
     LossLedger,
+    PolicyLossInputs,
     aggregate,
     build_ledger,
     check_ledger,
+    compute_policy_loss,
     ledger_metrics,
 )
-from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.training.roles.critic import compute_value_loss
 

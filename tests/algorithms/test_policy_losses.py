@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from megatron_rl.algorithms.catalog import POLICY_LOSSES, find_options
-from megatron_rl.algorithms.losses import PolicyLossInputs
+from megatron_rl.algorithms.catalog import POLICY_LOSSES
+from megatron_rl.algorithms.losses import PolicyLossInputs, find_options
 from megatron_rl.config.algorithm import AlgorithmConfig, DroOptions
 
 OLD = -1.0

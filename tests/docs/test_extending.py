@@ -22,9 +22,8 @@ from registries import restored_registries
 
 from distributed import run_ranks
 from megatron_rl.algorithms.advantages import AdvantageInputs
-from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from megatron_rl.algorithms.losses import PolicyLossInputs
+from megatron_rl.algorithms.losses import PolicyLossInputs, aggregate
 from megatron_rl.config.algorithm import OPTIONS
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.extension.user_code import load_plugins

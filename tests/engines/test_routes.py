@@ -24,9 +24,8 @@ from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, SamplingC
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.episodes import Recording, SampleGroups
-from megatron_rl.rollout.generation import check_sampled
+from megatron_rl.rollout.generation import check_sampled, generate
 from megatron_rl.rollout.packed_episodes import pack_rollouts, unpack_rollouts
-from megatron_rl.rollout.serving import generate
 from megatron_rl.types import Prompt, RouteShape, UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, engine_sizes, save_tiny_model

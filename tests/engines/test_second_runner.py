@@ -29,7 +29,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, SamplingConfig
 from megatron_rl.engines.vllm import vllm_engine
 from megatron_rl.parallel.collectives import Process
-from megatron_rl.rollout.serving import generate
+from megatron_rl.rollout.generation import generate
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model
 from tools._runner_on_cpu import use_second_runner

@@ -32,7 +32,7 @@ from megatron_rl.engines.servers.served import ServedEngine
 from megatron_rl.engines.servers.server_apis import Ask
 from megatron_rl.engines.servers.server_client import ServerFailure, ServerProcess
 from megatron_rl.parallel.collectives import Process
-from megatron_rl.rollout.serving import generate
+from megatron_rl.rollout.generation import generate
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 

@@ -23,7 +23,7 @@ from megatron_rl.engines.endings import Thoughts
 from megatron_rl.engines.protocol import EngineSpec, Request, RolloutEngine, Sampled, SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rollout.serving import generate
+from megatron_rl.rollout.generation import generate
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model

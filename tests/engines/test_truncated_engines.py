@@ -23,7 +23,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed
-from megatron_rl.rollout.serving import ControlMessage, generate, serve
+from megatron_rl.rollout.generation import ControlMessage, generate, serve
 from megatron_rl.types import KeptSets
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model

@@ -25,7 +25,7 @@ from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, SamplingC
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
 from megatron_rl.engines.vllm.vllm_settings import CPU_BLOCK_SIZE
 from megatron_rl.parallel.collectives import Process
-from megatron_rl.rollout.serving import generate
+from megatron_rl.rollout.generation import generate
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import box_shape, box_slices

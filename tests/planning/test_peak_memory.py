@@ -20,7 +20,7 @@ from storage_watch import measure_peak
 
 from actor_runs import ALGORITHM, Case, build_actor
 from distributed import run_ranks
-from megatron_rl.algorithms.aggregation import aggregate
+from megatron_rl.algorithms.losses import aggregate
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.cluster import Cluster, Job, build_job
 from megatron_rl.planning.memory import compute_memory

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from distributed import run_ranks
 from megatron_rl.engines.protocol import Request, SamplingConfig
-from megatron_rl.rollout.generation import assign_engines
-from megatron_rl.rollout.serving import generate
+from megatron_rl.rollout.generation import assign_engines, generate
 from megatron_rl.types import UserError
 from tools.benchmarks._scripted_engine import ScriptedEngine
 from tools.benchmarks._scripted_stream import ScriptedStream

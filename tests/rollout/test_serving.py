@@ -26,7 +26,7 @@ from megatron_rl.engines.wrappers import OneTurn
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
-from megatron_rl.rollout.serving import Channel, ControlMessage, generate, open_channel, serve
+from megatron_rl.rollout.generation import Channel, ControlMessage, generate, open_channel, serve
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model
 from tools.benchmarks._scripted_engine import ScriptedEngine

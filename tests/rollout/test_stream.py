@@ -36,8 +36,7 @@ from megatron_rl.config.sections import ScheduleConfig
 from megatron_rl.engines.protocol import Sampled, derive_seed
 from megatron_rl.rollout.collector import Taken
 from megatron_rl.rollout.episodes import Episodes, SampleGroups
-from megatron_rl.rollout.schedule_trace import ScheduleTrace, read_trace
-from megatron_rl.rollout.serving import find_window
+from megatron_rl.rollout.phase_ends import ScheduleTrace, find_window, read_trace
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import KeptSets, Prompt, Rollout, UserError
 

@@ -19,7 +19,7 @@ from sabotage import Blow, kill, read_rollouts, train_under
 from distributed import run_ranks
 from megatron_rl.engines.protocol import Sampled
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
-from megatron_rl.rollout.schedule_trace import read_trace
+from megatron_rl.rollout.phase_ends import read_trace
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 from rl_runs import overrides_for, read_records, train

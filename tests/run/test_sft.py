@@ -17,7 +17,7 @@ from chat_templates import write_chat_tokenizer
 
 import megatron_rl.training.given_losses as losses_module
 from distributed import run_ranks
-from megatron_rl.algorithms.aggregation import LedgerError
+from megatron_rl.algorithms.losses import LedgerError
 from megatron_rl.data.sft_examples import load_sft_examples
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.sft import train_sft

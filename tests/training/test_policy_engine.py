@@ -24,7 +24,7 @@ from megatron_rl.engines.build import BuiltEngine, build_engine
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, SamplingConfig
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rollout.serving import ControlMessage, generate, serve
+from megatron_rl.rollout.generation import ControlMessage, generate, serve
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.frozen import score_sequences
 from megatron_rl.types import UserError

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantages, compute_token_rewards
-from megatron_rl.algorithms.aggregation import aggregate, build_ledger
+from megatron_rl.algorithms.losses import aggregate, build_ledger
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
 from megatron_rl.parallel.groups import ParallelGroups

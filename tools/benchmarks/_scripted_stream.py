@@ -17,8 +17,8 @@ from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.collector import Clock, RolloutStream
 from megatron_rl.rollout.episodes import SampleOrder
-from megatron_rl.rollout.generation import RolloutGenerator
-from megatron_rl.rollout.serving import Channel, TrainingEnd, open_phase_end
+from megatron_rl.rollout.generation import Channel, RolloutGenerator
+from megatron_rl.rollout.phase_ends import TrainingEnd, open_phase_end
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import Prompt
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron_rl.engines.protocol import Request, SamplingConfig
 from megatron_rl.parallel.collectives import gather_objects, init_distributed, world
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.rollout.serving import Channel, ControlMessage, open_channel
+from megatron_rl.rollout.generation import Channel, ControlMessage, open_channel
 from megatron_rl.run.command_line import leave
 
 LIMIT = 0.01

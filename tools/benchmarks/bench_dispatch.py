@@ -31,8 +31,7 @@ from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, Roll
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled, SamplingConfig, derive_seed
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.rollout.generation import assign_engines
-from megatron_rl.rollout.serving import generate
+from megatron_rl.rollout.generation import assign_engines, generate
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
 from tools.planning.engine_clock import StepCost
 
@@ -122,8 +121,7 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
 
     from megatron_rl.observability.progress import RolloutProgress
     from megatron_rl.rollout.episodes import SampleGroups
-    from megatron_rl.rollout.generation import RolloutGenerator
-    from megatron_rl.rollout.serving import Channel
+    from megatron_rl.rollout.generation import Channel, RolloutGenerator
     from megatron_rl.types import Prompt
 
     weights = SimpleNamespace(policy_version=0, shape=SimpleNamespace(vocab_size=VOCAB_SIZE))

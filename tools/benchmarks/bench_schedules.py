@@ -27,8 +27,7 @@ import torch.distributed as dist
 
 from megatron_rl.engines.protocol import Request, SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed
-from megatron_rl.rollout.generation import assign_engines
-from megatron_rl.rollout.serving import generate
+from megatron_rl.rollout.generation import assign_engines, generate
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
 from tools.benchmarks._scripted_stream import ScriptedStream
 from tools.planning.engine_clock import EngineModel, StepCost

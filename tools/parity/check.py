@@ -29,7 +29,7 @@ from megatron_rl.extension.registry import ENGINES
 from megatron_rl.parallel.collectives import Process, share_object, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rollout.serving import generate
+from megatron_rl.rollout.generation import generate
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.frozen import score_sequences
 from megatron_rl.training.setup import RoleSetup

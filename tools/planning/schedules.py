@@ -4,7 +4,7 @@
 Prompt i may begin once i < (version + 1 + k) B, where version counts updates, k is `max_staleness` and B the prompts
 per batch. With `order: stream`, batch n is prompts nB to nB + B - 1, and staleness is at most k. With `order: whole`, a
 batch is any B prompts whose responses are finished; half as many begin ahead, and the same bound holds
-(`rollout.serving`).
+(`rollout.phase_ends`).
 """
 
 from __future__ import annotations

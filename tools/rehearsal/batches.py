@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_rl.algorithms.aggregation import aggregate
+from megatron_rl.algorithms.losses import aggregate
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.memory import count_microbatches

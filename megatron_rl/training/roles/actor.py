@@ -353,15 +353,15 @@ class ActorOnSamples(PolicyOnSamples):
     def _make_room(self, samples: Experience, loss: AlgorithmConfig) -> None:
         """Allocate columns that the last stage fills during an update."""
         batch = self.read(samples)
-        has_branches = len(samples.headers) > len(samples.headers.rollouts)
-        reader = find_early_reader_of_loss(loss, len(batch.minibatch_sizes), has_branches=has_branches)
-        if samples.old_logprobs is None and reader:
-            raise UserError(
-                f"an update of samples without old_logprobs, and {reader}",
-                source="samples.old_logprobs",
-                expected="the log-probs of the policy before the update",
-                hint="set samples.old_logprobs = policy.logprobs(samples)",
-            )
+        if samples.old_logprobs is None:
+            has_branches = len(samples.headers) > len(samples.headers.rollouts)
+            if reader := find_early_reader_of_loss(loss, len(batch.minibatch_sizes), has_branches=has_branches):
+                raise UserError(
+                    f"an update of samples without old_logprobs, and {reader}",
+                    source="samples.old_logprobs",
+                    expected="the log-probs of the policy before the update",
+                    hint="set samples.old_logprobs = policy.logprobs(samples)",
+                )
         if samples.update_logprobs is None:
             nothing = torch.full_like(batch.rollout_logprobs, torch.nan)
             samples.update_logprobs = self.as_update(samples, nothing)
