@@ -23,6 +23,7 @@ import argparse
 import ast
 import io
 import subprocess
+import sys
 import tarfile
 import tempfile
 from collections import Counter
@@ -32,6 +33,10 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
+
+from tools._rooms import WINGS
+
 PACKAGE = "megatron_rl"
 # Imported by launch/pretrain_grpo.py before it trains, with any config.
 PLAIN_RUN = (f"{PACKAGE}.run.command_line", f"{PACKAGE}.run.inputs", f"{PACKAGE}.run.grpo")
@@ -40,22 +45,6 @@ RECORDS = ("Generation", "Sample", "PackedSequence", "SftExample", "Response", "
 # Tensors (data, sequence_parallel), megatron-core's scheduler (num_steps), multiprocessing.Value (value).
 LIBRARY = {"data", "sequence_parallel", "num_steps", "value"}
 PATCHES = {f"{PACKAGE}.parallel.cpu_runtime"}
-# Wings: parts of the package that a run enters by a door if its config asks for them, by the start of their modules.
-WINGS = {
-    "adapters": ("models.lora_linears", "training.adapted_model", "weights.adapters", "checkpoint.peft"),
-    "agents": ("agents.",),
-    "capsules": ("capsule.",),
-    "elastic engines": ("engines.elastic.", "engines.lock_step"),
-    "engine servers": ("engines.servers.",),
-    "mixtures": ("models.experts", "models.routing", "training.router_replay", "weights.packed_experts"),
-    "MTP": ("training.roles.mtp",),
-    "Muon": ("training.muon",),
-    "other programs' names": ("compat.",),
-    "planner": ("planning.admission", "planning.cluster", "planning.memory", "planning.parameters"),
-    "reasoning-gym": ("extension.reasoning_gym",),
-    "trackers": ("observability.trackers",),
-    "ZeRO-3": ("training.fully_sharded", "weights.row_shards"),
-}
 MAX_PARAMETERS = 7
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -163,8 +152,8 @@ def list_long_signatures(tree: Tree) -> list[str]:
 
 
 def count_wings(tree: Tree) -> dict[str, int]:
-    """Lines of each of WINGS."""
-    starts = {wing: tuple(f"{PACKAGE}.{start}" for start in found) for wing, found in WINGS.items()}
+    """Return the lines of each of WINGS."""
+    starts = {wing: tuple(f"{PACKAGE}.{start}" for start in found.modules) for wing, found in WINGS.items()}
     return {
         wing: sum(len(text.splitlines()) for name, text in tree.texts.items() if f"{name}.".startswith(found))
         for wing, found in starts.items()
@@ -172,7 +161,7 @@ def count_wings(tree: Tree) -> dict[str, int]:
 
 
 def list_single_importers(tree: Tree) -> list[str]:
-    """Modules that one module imports, a neighbor in their own room."""
+    """Return the modules that one module imports, a neighbor in their own room."""
     importers = {
         name: [other for other, found in tree.imports.items() if name in found and other != PACKAGE]
         for name in tree.modules
@@ -182,7 +171,7 @@ def list_single_importers(tree: Tree) -> list[str]:
 
 
 def list_forwarders(tree: Tree) -> list[str]:
-    """Functions whose body is a call with exactly their parameters, in any order."""
+    """Return the functions whose body is a call with exactly their parameters, in any order."""
     found = []
     for name, module in tree.modules.items():
         for path, node in _functions(module):

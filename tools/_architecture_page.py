@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from tools._rooms import ROOMS
+from collections.abc import Iterable
+
+from tools._rooms import ROOMS, WINGS
 
 _HEAD = """<!-- Made by tools/make_docs.py from tools/_rooms.py; do not edit. -->
 # Architecture
@@ -14,6 +16,15 @@ The code is divided into rooms, the subpackages of `megatron_rl/`. A room import
 ## Rooms
 
 | layer | room | what it does |
+|---|---|---|
+"""
+_WINGS_HEAD = """
+## Wings
+
+A run loads these modules only if its config asks for them (`tests/test_house.py`); without them, the package has about
+three quarters of its lines.
+
+| wing | asked for by | modules |
 |---|---|---|
 """
 # Files of a step in order: description, file in the package, and a name in it; a test checks that they exist.
@@ -103,7 +114,8 @@ def format_page() -> str:
     """Format the page."""
     rows = sorted(ROOMS.items(), key=lambda item: -item[1].layer)
     table = [f"| {room.layer} | `{name}` | {room.does} |" for name, room in rows]
-    parts = [_HEAD + "\n".join(table)]
+    wings = [f"| {name} | {wing.door} | {_as_paths(wing.modules)} |" for name, wing in WINGS.items()]
+    parts = [_HEAD + "\n".join(table), _WINGS_HEAD + "\n".join(wings)]
     for title, rows_of in (
         ("The road of the samples", SAMPLES_ROAD),
         ("The road of the weights", WEIGHTS_ROAD),
@@ -115,3 +127,8 @@ def format_page() -> str:
             *(f"| {topic} | `megatron_rl/{file}` | `{name}` |" for topic, file, name in rows_of),
         ]
     return "\n".join([*parts, _ROADS_END])
+
+
+def _as_paths(modules: Iterable[str]) -> str:
+    """Return the paths of modules, or of folders, if their names end with a dot."""
+    return ", ".join(f"`{name.replace('.', '/')}`" for name in modules)

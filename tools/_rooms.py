@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the packages, for tests/test_house.py and docs/architecture.md."""
+"""Layers of the packages, and wings, for tests/test_house.py and docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -43,4 +43,43 @@ ROOMS: dict[str, Room] = {
     "__init__": Room(10, "the public names"),
     "tools": Room(10, "commands; wings: benchmarks, conversion, replay, parity, rehearsal, serving, viewer, planning"),
     "launch": Room(11, "entry points, recipes"),
+}
+
+
+class Wing(NamedTuple):
+    """A part of the package that is loaded only by runs whose config asks for it.
+
+    Attributes:
+        door: settings or files that ask for it.
+        modules: starts of its modules' names.
+    """
+
+    door: str
+    modules: tuple[str, ...]
+
+
+WINGS: dict[str, Wing] = {
+    "adapters": Wing(
+        "`actor.lora.rank`", ("models.lora_linears", "training.adapted_model", "weights.adapters", "checkpoint.peft")
+    ),
+    "agents": Wing("`agents.environment`, `agents.tools`, `agents.program`", ("agents.",)),
+    "capsules": Wing("`trainer.capture_step`", ("capsule.",)),
+    "elastic and expert-parallel engines": Wing(
+        "`schedule.elastic`, `rollout.data_parallel_size`", ("engines.elastic.", "engines.lock_step")
+    ),
+    "engine servers": Wing("`rollout.engine`: vllm_server, sglang, openai", ("engines.servers.",)),
+    "mixtures of experts": Wing(
+        "the model's config.json",
+        ("models.experts", "models.routing", "training.router_replay", "weights.packed_experts"),
+    ),
+    "multi-token prediction": Wing("`actor.mtp_lr`", ("training.roles.mtp",)),
+    "Muon": Wing("`actor.optimizer`", ("training.muon",)),
+    "names of verl and TRL": Wing("a recipe with such names, `--help`", ("compat.",)),
+    "planner": Wing(
+        "a GPU and `trainer.check_memory`, `layout.mode`",
+        ("planning.admission", "planning.cluster", "planning.memory", "planning.parameters"),
+    ),
+    "reasoning-gym": Wing("`reasoning-gym:NAME` as a file or environment", ("extension.reasoning_gym",)),
+    "trackers": Wing("`observability.wandb`, `observability.trackers`", ("observability.trackers",)),
+    "ZeRO-3": Wing("`actor.zero_stage`", ("training.fully_sharded", "weights.row_shards")),
 }
