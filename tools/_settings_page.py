@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 from megatron_rl.config.fields import FieldInfo, list_fields, render, section_classes
 
 _INTRODUCTION = """\
@@ -14,9 +17,12 @@ the actor (`--pipeline-model-parallel-size 2`). [verl's names](verl_keys.md) and
 An unknown name is an error that suggests the closest ones. `--dry-run` prints the changed ones, and a run writes
 all to `<run_dir>/config.yaml`.
 
-A default in bold must be given. `null` means "not given". Each row is an anchor: `#actor.lr`.
+A default in bold must be given. `null` means "not given". Each setting is an anchor: `#actor.lr`.
+{rows} settings have a row, and {repeated} repeat one of them for another role or a source of prompts.
 `python tools/make_docs.py` makes this page from `megatron_rl/config/schema.py`.
 """
+_OF_A_ROLE = "With the actor's meaning and default"
+_OF_A_SOURCE = "For a source, in place of the run's setting that the link shows"
 _HEADER = """
 ## {section}
 
@@ -30,23 +36,31 @@ _HEADER = """
 def format_page() -> str:
     """Format the page."""
     fields = list_fields()
-    parts = [_INTRODUCTION]
+    parts, repeated = list[str](), 0
     for section, section_class in section_classes().items():
         doc = " ".join((section_class.__doc__ or "").split())
         parts.append(_HEADER.format(section=section, doc=doc))
-        for info in fields.values():
-            if info.section == section:
-                parts.append(_format_row(info, fields.get(f"actor.{info.leaf}")))
-    return "".join(parts)
+        found = [(info, _find_other(info, fields)) for info in fields.values() if info.section == section]
+        parts += [_format_row(info) for info, other in found if other is None]
+        same = [f'<a id="{one.name}"></a>[`{one.name}`](#{other.name})' for one, other in found if other is not None]
+        if same:
+            repeated += len(same)
+            parts.append(f"\n{_OF_A_SOURCE if section == 'data' else _OF_A_ROLE}: {', '.join(same)}.\n")
+    return "".join([_INTRODUCTION.format(rows=len(fields) - repeated, repeated=repeated), *parts])
 
 
-def _format_row(info: FieldInfo, actors: FieldInfo | None) -> str:
-    """Format a row; text shared with the actor's setting becomes a link."""
+def _find_other(info: FieldInfo, fields: Mapping[str, FieldInfo]) -> FieldInfo | None:
+    """Return the setting that `info` repeats for another role or for a source of prompts, if any."""
+    if found := re.fullmatch(r"As ([a-z_]+\.[a-z_]+)\.", info.doc):
+        return fields.get(found[1])
+    other = fields.get(f"actor.{info.leaf.removeprefix('NAME.')}")
+    is_same = other is not None and info.section != "actor" and (info.doc, info.default) == (other.doc, other.default)
+    return other if is_same else None
+
+
+def _format_row(info: FieldInfo) -> str:
     default = "**required**" if info.required else f"`{render(info.default)}`"
-    meaning = _escape(info.doc)
-    if actors is not None and info.name != actors.name and info.doc == actors.doc and len(info.doc.split()) > 3:
-        meaning = f"see [`{actors.name}`](#{actors.name})"
-    cells = (f'<a id="{info.name}"></a>`{info.name}`', _format_type(info), default, info.unit, meaning)
+    cells = (f'<a id="{info.name}"></a>`{info.name}`', _format_type(info), default, info.unit, _escape(info.doc))
     return f"| {' | '.join(cells)} |\n"
 
 
