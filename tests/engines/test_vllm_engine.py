@@ -7,11 +7,14 @@ tests/transfer/test_hybrid_engine.py compares its outputs.
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import random
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -242,6 +245,19 @@ def test_latents_are_cached_where_kernels_take_them(
         arguments = list_engine_arguments(spec)
         assert (arguments["attention_backend"], arguments["block_size"]) == ("CPU_MLA", 16)
         assert cpu_cache_bytes(spec) == 64 * 128 * 4 * (512 + 64) * 4  # tokens, sequences, layers, channels, bytes
+
+
+def test_deepep_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM itself would fail in the first forward, when it builds its buffers."""
+    config = RolloutConfig(engine_options={"all2all_backend": "deepep_high_throughput"})
+    spec = replace(SPEC, config=config, process=Process(0, 1, 0, 1, torch.device("cuda", 0)))
+    with pytest.raises(UserError, match="no package deep_ep"):
+        list_engine_arguments(spec)
+    with pytest.raises(UserError, match="need GPUs"):
+        check_cpu_limits(SHAPE, config)
+    monkeypatch.setitem(sys.modules, "deep_ep", ModuleType("deep_ep"))
+    sys.modules["deep_ep"].__spec__ = importlib.machinery.ModuleSpec("deep_ep", None)
+    assert list_engine_arguments(spec)["all2all_backend"] == "deepep_high_throughput"
 
 
 def test_router_replay_has_the_first_model_runner() -> None:

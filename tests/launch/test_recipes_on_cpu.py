@@ -81,6 +81,7 @@ def shrink(recipe: dict[str, Any]) -> tuple[int, list[str]]:
         "trainer.total_steps=2",
         *(f"{k}={v}" for k, v in layout.items()),
         *(["reward.overlong_buffer_length=4"] if "overlong_buffer_length" in recipe["reward"] else []),
+        *(["rollout.engine_options={}"] if "engine_options" in recipe["rollout"] else []),  # DeepEP needs GPUs
         *(["actor.step_mode=static"] if "step_mode" in recipe["actor"] else []),  # graph without capture
     ]
     return math.prod(sizes), overrides

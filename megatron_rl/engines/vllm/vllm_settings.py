@@ -122,6 +122,7 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         arguments |= dict(enable_lora=True, max_loras=1, max_lora_rank=slot)
         arguments["lora_target_modules"] = adapters.modules
     if spec.process.device.type == "cuda":
+        _check_all_to_all(config)
         arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=config.gpu_memory_utilization)
         if spec.shape.num_experts:
             arguments["moe_backend"] = "triton"  # other kernels reorder the fused weights
@@ -139,6 +140,18 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         if config.bitwise or spec.shape.latent is not None:  # the C++ kernel misreads strided views of heads
             arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     return arguments | config.engine_options
+
+
+def _check_all_to_all(config: RolloutConfig) -> None:
+    """Refuse DeepEP's exchange of tokens where DeepEP is not installed (UserError)."""
+    backend = config.engine_options.get("all2all_backend", "")
+    if backend.startswith("deepep") and importlib.util.find_spec("deep_ep") is None:
+        raise UserError(
+            f"rollout.engine_options has all2all_backend {backend!r}, and there is no package deep_ep",
+            source="rollout.engine_options",
+            expected="DeepEP on each node, or vLLM's own exchange",
+            hint="install DeepEP (github.com/deepseek-ai/DeepEP), or leave all2all_backend out: each step takes longer",
+        )
 
 
 def _is_encoded(model_path: str) -> bool:
@@ -168,6 +181,13 @@ def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
             source="rollout.engine_options",
             expected="prompts that are computed whole: on a CPU vLLM cannot turn back the random numbers of a part",
             hint="leave it out",
+        )
+    if "all2all_backend" in config.engine_options:
+        raise UserError(
+            "rollout.engine_options has all2all_backend",
+            source="rollout.engine_options",
+            expected="vLLM's own exchange of tokens between experts: the other ones need GPUs",
+            hint="leave it out on a CPU",
         )
     if shape.head_dim not in CPU_HEAD_DIMS:
         raise UserError(
