@@ -35,8 +35,21 @@ class MtpReference:
     model: Any
     beside: dict[str, torch.Tensor]
 
-    def score(self, ids: torch.Tensor) -> torch.Tensor:
-        """Log-probs [s - 2] of a sequence's tokens 2, 3, ... by the layer; gradients reach the layer alone."""
+    @torch.no_grad()
+    def compute_logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [b, s, v] of the model, without the layer, at each token of sequences [b, s]."""
+        layers = self.model.model.layers
+        self.model.model.layers = layers[:LAYERS]
+        logits = self.model(ids, use_cache=False).logits
+        self.model.model.layers = layers
+        return logits
+
+    def score(self, ids: torch.Tensor, as_served: bool = False) -> torch.Tensor:
+        """Log-probs [s - 2] of a sequence's tokens 2, 3, ... by the layer; gradients reach the layer alone.
+
+        Args:
+            as_served: leave out the second token's embedding, as vLLM does.
+        """
         model, beside = self.model, self.beside
         layers = model.model.layers
         with torch.no_grad():
@@ -44,6 +57,8 @@ class MtpReference:
             hidden = model.model(ids[None], use_cache=False).last_hidden_state
             model.model.layers = layers
             embedded = model.model.embed_tokens(ids[None].roll(-1))
+            if as_served:
+                embedded[:, 0] = 0
             positions = torch.arange(len(ids))[None]
             angles = model.model.rotary_emb(hidden, positions)
         parts = (embedded, beside["enorm.weight"]), (hidden, beside["hnorm.weight"])

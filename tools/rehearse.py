@@ -50,7 +50,7 @@ def read_rehearsed_job(arguments: list[str]) -> tuple[Job, argparse.Namespace]:
     """
     options, overrides = build_parser().parse_known_args(arguments)
     options.reserve_gib = 0.0
-    job = read_plan_job(options, overrides)[0].with_config(actor={"mtp_lr": 0.0})
+    job = read_plan_job(options, overrides)[0].with_config(actor={"mtp_lr": 0.0}, rollout={"draft_tokens": 0})
     graphs = [role.section for role in job.spec.trained if role.training.step_mode == "graph"]
     return job.with_config(**{section: {"step_mode": "static"} for section in graphs}), options
 

@@ -385,6 +385,8 @@ def _read_count(parts: Parts, name: str, default: float) -> Any:
 
 _MTP = "actor_rollout_ref.model.mtp"
 _MTP_TRAIN, _MTP_ALONE, _ACTOR_RATE = f"{_MTP}.enable_train", f"{_MTP}.detach_encoder", f"{_ACTOR}.optim.lr"
+_MTP_DRAFTS, _MTP_COUNT = f"{_MTP}.enable_rollout", f"{_MTP}.num_speculative_tokens"
+_ROLLOUT_NAME = "actor_rollout_ref.rollout.name"
 
 
 def _combine_mtp(parts: Parts) -> Combined:
@@ -399,6 +401,17 @@ def _combine_mtp(parts: Parts) -> Combined:
     rate = parts[_ACTOR_RATE].value if _ACTOR_RATE in parts else ActorConfig.lr
     yield put(train, "actor.mtp_lr", rate)
     yield f"read as actor.mtp_lr={rate}: AdamW's step is the same with any mtp_loss_scaling_factor"
+
+
+def _combine_drafts(parts: Parts) -> Combined:
+    """Translate drafts of the MTP layer, which only vLLM makes here."""
+    drafts, count = parts.get(_MTP_DRAFTS), parts.get(_MTP_COUNT)
+    if drafts is None or not read_boolean(drafts):
+        return
+    if _ROLLOUT_NAME in parts and parts[_ROLLOUT_NAME].value != "vllm":
+        yield note(drafts, "this engine drafts no tokens; samples have the same distribution with drafts")
+        return
+    yield put(drafts, "rollout.draft_tokens", 1 if count is None else count.value)
 
 
 def _combine_validation_sampling(parts: Parts) -> Combined:
@@ -703,6 +716,7 @@ GROUPS: tuple[AliasGroup, ...] = (
         reads=(*_TRAINER_RANKS, _MINI_BATCH, "data.train_batch_size"),
     ),
     AliasGroup((_MTP_TRAIN, _MTP_ALONE), "actor.mtp_lr, the actor's rate", _combine_mtp, reads=(_ACTOR_RATE,)),
+    AliasGroup((_MTP_DRAFTS, _MTP_COUNT), "rollout.draft_tokens (vllm)", _combine_drafts, reads=(_ROLLOUT_NAME,)),
     AliasGroup((_REWARD_KEY,), "reward.rule=by_data_source, unless the recipe has another rule", _combine_reward_key),
     AliasGroup((_TRUNCATION, _FILTER), "data.overlong_prompts", _combine_overlong),
     AliasGroup((_DO_SAMPLE, _VAL_TEMPERATURE), "rollout.validation_temperature", _combine_validation_sampling),

@@ -301,7 +301,6 @@ MODEL: dict[str, Alias] = {
         "override_config.attention_dropout override_config.embd_pdrop override_config.resid_pdrop",
         Only((0,), _NO_DROPOUT),
     ),
-    "mtp.enable_rollout": Ignored("the engine drafts no tokens; samples have the same distribution with drafts"),
 }
 
 _OWN_RANKS = "placement.reward_model names its ranks"

@@ -69,7 +69,7 @@ _REASONS = {
         "kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config"
     ),
     "this program reaches into vLLM's own classes": "worker_cls worker_extension_cls scheduler_cls skip_tokenizer_init",
-    "the log-probs of drafted tokens are not proven; vLLM's CPU build draws them from memory that nobody has written": (
+    "set rollout.draft_tokens: weights are written into the model's own layer that drafts, and no other": (
         "speculative_config spec_method spec_model spec_tokens"
     ),
 }
@@ -218,6 +218,37 @@ def _check_layers(config: CheckedConfig) -> None:
     why = "its layer is trained beside the policy's whole weights, microbatch by microbatch"
     needed = (("actor.step_mode", "eager"), ("actor.lora.rank", 0), ("actor.zero_stage", 1))
     config.exclude("actor.mtp_lr", *((name, value, why) for name, value in needed))
+
+
+def _check_drafts(config: CheckedConfig) -> None:
+    """Refuse settings that do not work with drafted tokens."""
+    name = "rollout.draft_tokens"
+    if not config.get(name):
+        return
+    config.need("drafts", name, 0, "which does not draft with that layer")
+    config.require(
+        not config.get("rollout.is_ever_truncated"),
+        name,
+        "with top_p, top_k, min_p or min_tokens: the sets that drafts are verified with are not recorded",
+        expected="0",
+        hint=f"leave them out, in validation too, or leave out {name}",
+    )
+    for leaf, needed in (("async_scheduling", False), ("model_runner", "v1")):
+        if config.get(f"rollout.{leaf}") not in (None, "auto"):
+            why = f"with {name}: drafts are drawn with a request's random numbers in the first runner"
+            config.allow(f"rollout.{leaf}", needed, why, f"leave out {name}")
+    config.exclude(
+        name,
+        ("rollout.bitwise", False, "a forward verifies several tokens of a sequence, whose bits are not tried"),
+        ("rollout.expert_parallel_size", 1, "the layer is not written into ranks with experts of their own"),
+        ("rollout.data_parallel_size", 1, "parts that step together do not draft"),
+        ("schedule.elastic", False, "engines outside the job have no layer that drafts"),
+        ("hybrid.lora", "merge", "adapters beside the weights are not tried with it"),
+        ("actor.zero_stage", 1, "the layer's weights are not gathered from parts"),
+    )
+    if config.get("actor.router_replay") == "engine":
+        why = f"with {name}: the experts of rejected tokens would be recorded"
+        config.allow("actor.router_replay", "off", why, f"leave out {name}")
 
 
 def check_engine(config: CheckedConfig) -> None:
@@ -711,6 +742,7 @@ _RULES = (
     _check_elastic,
     check_agents,
     _check_layers,
+    _check_drafts,
     _check_gdpo,
     _check_teachers,
     _check_kind,

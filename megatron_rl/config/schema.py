@@ -244,6 +244,9 @@ class RolloutConfig(SamplingSettings):
     latent_cache: bool = option(
         True, "vLLM in ranks: cache latents (MLA), of 512 + 64 channels and on GPUs in bfloat16; false: whole heads."
     )
+    draft_tokens: int = option(
+        0, "vLLM in ranks: tokens per step that the model's MTP layer drafts; 0: none.", "tokens", ge=0, le=16
+    )
     quantization: Literal["none", "int8", "fp8"] = option(
         "none", "vLLM keeps the matrices of attention and MLPs in eight bits (docs/sampling.md)."
     )

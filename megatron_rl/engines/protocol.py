@@ -189,8 +189,8 @@ class AnyEngine(Protocol):
 class RolloutEngine(AnyEngine, Protocol):
     """One rank's share of an engine that generates in steps; all ranks make equal calls in equal order.
 
-    Optional: `load: dict[str, float]`, with the largest `cache` (used share of the KV cache) and `waiting` (requests)
-    since its values were set to 0.
+    Optional: `load: dict[str, float]`, since its values were set to 0: the largest `cache` (used share of the KV cache)
+    and `waiting` (requests); the tokens `drafted` and of these `accepted`.
     """
 
     def add(self, requests: Sequence[Request]) -> None:

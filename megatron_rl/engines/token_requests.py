@@ -177,4 +177,5 @@ def _list_checks(one: Any, config: RunConfig, vocab_size: int) -> Iterator[tuple
     is_cut = one.temperature > 0 and (one.top_p < 1 or one.top_k > 0)
     is_recorded = rollout.is_ever_truncated or rollout.model_runner == "v1" or not torch.cuda.is_available()
     is_able = rollout.supports("truncation") and (is_recorded or not rollout.supports("vllm_modes"))
-    yield is_cut and not is_able, "top_p or top_k", "vllm with rollout.model_runner v1, hf or megatron"
+    is_able = is_able and not rollout.draft_tokens
+    yield is_cut and not is_able, "top_p or top_k", "vllm with rollout.model_runner v1, hf or megatron; no draft_tokens"

@@ -96,6 +96,7 @@ ABILITIES = {
     "adapters": "keeps adapters beside the model's weights (hybrid.lora=adapter)",
     "coded_weights": "keeps matrices in eight bits (rollout.quantization)",
     "latent_cache": "caches latents of the weights that it is given (rollout.latent_cache)",
+    "drafts": "drafts with the model's layer for multi-token prediction (rollout.draft_tokens)",
     "bitwise": "computes the trainer's bits on a CPU (rollout.bitwise)",
     "routes": "returns the experts of each token (actor.router_replay=engine)",
     "scores": "takes stop strings per request, returns log-probs of prompts and top-k ones (policy.sample_requests)",
@@ -143,7 +144,9 @@ ENGINES: Registry[RegisteredEngine] = Registry(
     "rollout.engine",
     vllm=RegisteredEngine(
         Deferred("megatron_rl.engines.vllm.vllm_engine", "VllmEngine"),
-        _IN_RANKS | _VLLM | {"adapters", "coded_weights", "elastic", "expert_parallel", "latent_cache", "scores"},
+        _IN_RANKS
+        | _VLLM
+        | {"adapters", "coded_weights", "drafts", "elastic", "expert_parallel", "latent_cache", "scores"},
         check_model=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_installed"),
         check_on_cpu=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_cpu_limits"),
     ),

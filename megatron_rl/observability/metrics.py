@@ -444,6 +444,7 @@ ROWS: tuple[Metric, ...] = (
     Metric("tokens/response", "response tokens of all rollouts of the step", "tokens", chart="tokens of all responses",
            alarm="length"),
     Metric("rollout/prefix_cache_hits", "tokens of requests found in the engines' prefix caches", "share"),
+    Metric("rollout/draft_acceptance", "drafted tokens that the policy accepted (rollout.draft_tokens)", "share"),
     Metric("engines/members", "engines outside the job that serve (schedule.elastic)", "engines", alarm="engines"),
     Metric("engines/lost", "engines lost since the job started", "engines"),
     Metric("engines/seconds_to_rejoin", "from the last loss that was made good until its replacement served", "s"),

@@ -114,9 +114,9 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
     config, roles = job.config, job.spec.roles
     actor = count_role_bytes(job, rank, roles["actor"])
     trains_mtp = config.actor.mtp_lr > 0 and rank in job.layout.last_stage.ranks
-    if trains_mtp:
-        dtype, upkeep = config.model.dtype, Upkeep.of(config.actor)
-        actor += compute_role_bytes(job.shape.mtp, job.layout.last_stage, rank, dtype=dtype, upkeep=upkeep)
+    if trains_mtp or config.rollout.draft_tokens and rank in job.layout.last_stage.ranks:
+        dtype, upkeep, last = config.model.dtype, Upkeep.of(config.actor), job.layout.last_stage
+        actor += compute_role_bytes(job.shape.mtp, last, rank, dtype=dtype, is_trained=trains_mtp, upkeep=upkeep)
     # The actor's offloaded state is on the device in training, and on the host in all other phases.
     optimizer = _count_optimizer(config.actor, actor)
     training = {"weights": actor.parameters, "gradients": actor.gradients, "optimizer": optimizer}
@@ -281,7 +281,8 @@ def _engine_phases(
     if rank not in job.rollout_ranks:
         return [MemoryPhase(ENGINE_PHASES[1], resident)], 0, 0
     itemsize, tp, staged = DTYPE_BYTES[config.model.dtype], job.engine_tp, 0
-    attending = shape.num_layers - len(shape.delta_layers)  # delta nets have a state of constant size
+    # Delta nets have a state of constant size.
+    attending = shape.num_layers - len(shape.delta_layers) + (rollout.draft_tokens > 0)
     per_token = 2 * attending * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
     if shape.latent is not None and caches_latents(job):
         per_token = attending * shape.latent.cached * itemsize

@@ -333,8 +333,14 @@ def count_engine_bytes(job: Job) -> int:
     """Return the weight bytes of any engine rank."""
     itemsize = DTYPE_BYTES[job.config.model.dtype]
     found = compute_engine_bytes(job.shape, job.engine_tp, itemsize, is_coded(job), job.engine_ep)
+    drafts = job.config.rollout.draft_tokens > 0
+    if drafts:
+        table = vllm_placements(job.shape.mtp, tp_size=job.engine_tp, place=0)
+        found += sum(box_volume(p.local_box) for p in table) * itemsize
     if caches_latents(job):  # vLLM keeps the up-projections of keys and values in a second form
-        found += job.shape.num_layers * math.prod(job.shape.kind_sizes()["kv_up"]) // job.engine_tp * itemsize
+        found += (
+            (job.shape.num_layers + drafts) * math.prod(job.shape.kind_sizes()["kv_up"]) // job.engine_tp * itemsize
+        )
     return found
 
 

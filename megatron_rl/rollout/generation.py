@@ -245,7 +245,8 @@ class OpenRequests:
     def __init__(self) -> None:
         self.running: dict[int, Request] = {}
         self.num_requests = self.num_responses = 0
-        self._sums = {"asked": 0.0, "cached": 0.0, "loads": 0.0, "cache": 0.0, "waiting": 0.0}
+        names = ("asked", "cached", "loads", "cache", "waiting", "drafted", "accepted")
+        self._sums: dict[str, float] = dict.fromkeys(names, 0.0)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Record requests submitted to the engine."""
@@ -264,7 +265,7 @@ class OpenRequests:
     def describe(
         self, counts: bool, group: dist.ProcessGroup, load: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Return `rollout/prefix_cache_hits`, and means of the engines' largest loads; collective.
+        """Return shares of cached and of accepted tokens, and means of the engines' largest loads; collective.
 
         Args:
             counts: whether this rank speaks for its engine.
@@ -276,6 +277,8 @@ class OpenRequests:
         sums, found = reduce_scalars(mine, dist.ReduceOp.SUM, group, torch.device("cpu")), dict[str, float]()
         if sums["asked"]:
             found["rollout/prefix_cache_hits"] = sums["cached"] / sums["asked"]
+        if sums["drafted"]:
+            found["rollout/draft_acceptance"] = sums["accepted"] / sums["drafted"]
         if sums["loads"]:
             found |= {f"rollout/{name}_max": sums[name] / sums["loads"] for name in ("cache", "waiting")}
         return found

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from megatron_rl.checkpoint.files import find_model_files
+from megatron_rl.checkpoint.files import MTP_ROLE, find_model_files
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, RunConfig
 from megatron_rl.data.prompts import PromptBatches
@@ -155,10 +155,10 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts, starting: Sta
             updates = max((inputs.plan.total_steps or 0) - skipped, 0) * inputs.plan.optimizer_steps_per_step
             with starting(f"loading weights: {role.spec.title}"):
                 roles[name] = build_role(config, role, mine, updates, make, learned)
-    if "mtp" in roles:
+    if config.actor.mtp_lr and MTP_ROLE in roles:
         from megatron_rl.training.roles.mtp import list_inputs
 
-        roles["actor"].attach_mtp(roles["mtp"], list_inputs)
+        roles["actor"].attach_mtp(roles[MTP_ROLE], list_inputs)
     return roles
 
 
@@ -167,7 +167,7 @@ def _find_class(spec: RoleSpec) -> Callable[[RoleSetup], Any]:
         from megatron_rl.training.roles.frozen import Teacher as found
     elif spec.name == "actor":
         from megatron_rl.training.roles.actor import Actor as found
-    elif spec.name == "reference":
+    elif spec.name == "reference" or (spec.name, spec.trainable) == (MTP_ROLE, False):
         from megatron_rl.training.roles.frozen import Reference as found
     elif spec.name == "critic":
         from megatron_rl.training.roles.critic import Critic as found
@@ -357,6 +357,17 @@ class RolloutMembers:
     reward_models: Mapping[SourceSpec, Callable[[Experience], Any]]
 
 
+def _attach_roles(config: RunConfig, roles: Mapping[str, Any], hybrid: HybridEngine) -> None:
+    """Release trained roles' memory before rollouts, and write the layer that drafts into the engines; collective."""
+    for name in ("critic", MTP_ROLE) if config.actor.mtp_lr else ("critic",):
+        if name in roles:
+            hybrid.release_first(roles[name].optimizer.release)
+    if config.rollout.draft_tokens:
+        from megatron_rl.transfer.drafter import add_drafter
+
+        add_drafter(hybrid, roles[MTP_ROLE].model, config.rollout.tensor_model_parallel_size)
+
+
 def build_rollout_members(
     config: RunConfig,
     inputs: RlInputs,
@@ -401,8 +412,7 @@ def build_rollout_members(
     further = inputs.stop, inputs.thoughts, episodes
     with run.starting(f"starting {config.rollout.engine}"):
         hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, *further)
-    for role in (roles[name] for name in ("critic", "mtp") if name in roles):
-        hybrid.release_first(role.optimizer.release)
+    _attach_roles(config, roles, hybrid)
 
     stream = open_stream(
         generator, prompts, config, is_apart=hybrid.is_apart, timeout=group_timeout(config), trace=run.trace

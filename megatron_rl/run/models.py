@@ -180,10 +180,11 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
         from megatron_rl.weights.support import check_router_replay
 
         check_router_replay(policy, source)
-    if config.actor.mtp_lr:
-        actor = roles["actor"]
-        check_mtp(find_model_files(actor.spec.path))
-        mtp = replace(actor.spec, name=MTP_ROLE, path=str(find_mtp_weights(Path(actor.spec.path))))
+    if config.actor.mtp_lr or config.rollout.draft_tokens:
+        actor, is_trained = roles["actor"], config.actor.mtp_lr > 0
+        check_mtp(find_model_files(actor.spec.path), "actor.mtp_lr" if is_trained else "rollout.draft_tokens")
+        path = str(find_mtp_weights(Path(actor.spec.path)))
+        mtp = replace(actor.spec, name=MTP_ROLE, path=path, trainable=is_trained)
         _check_weights(mtp, policy.mtp)
         roles[MTP_ROLE] = RoleInputs(mtp, policy.mtp, actor.layout.last_stage)
     return roles, tokenizer

@@ -73,11 +73,11 @@ class HybridEngine:
         self._group, self._end_update = (group := world()), end_update or engine.end_weight_update
         self._timers, self._verify = timers, config.verify
         model, shared = actor.model, gather_names(engine.shared_params, group)
-        dtype, wide, code_format = self._ask_engine(engines)
-        context = TransferContext(
+        dtype, self._wide, code_format = self._ask_engine(engines)
+        self._context = context = TransferContext(
             model.layout.ranks, model.shard_key, engine, shared, engines, process, group, config, dtype
         )
-        tensor_sets = [split_types(tensors, context, wide) for tensors in self._list_tensor_sets(config, shared)]
+        tensor_sets = [split_types(tensors, context, self._wide) for tensors in self._list_tensor_sets(config, shared)]
         if code_format is not None:
             from megatron_rl.transfer.coding import split_coded
             from megatron_rl.weights.quantization import list_matrices
@@ -93,15 +93,23 @@ class HybridEngine:
         packs_experts = process.device.type == "cpu" and self.shape.num_experts > 0
         self._loses_model = packs_experts or process.device.type == "cuda" and not self.is_apart
         self._has_model = False
-        parts = [asdict(transfer.resharder.stats) for transfer in self._transfers[self._transferred_once :]]
-        mine = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
-        mine["bytes_aliased"] = sum(engine.params[name].nbytes for name in engine.shared_params)
-        total = reduce_scalars(mine, dist.ReduceOp.SUM, group, torch.device("cpu"))
-        self.reshard_stats = ReshardStats(**{name: int(value) for name, value in total.items()})
+        self.reshard_stats = self._sum_stats()
         self.policy_version = -1
         self._certificate_turn = 0
         self.verified_tensors = 0
         self._releases: list[Callable[[], None]] = []
+
+    def _sum_stats(self) -> ReshardStats:
+        parts = [asdict(transfer.resharder.stats) for transfer in self._transfers[self._transferred_once :]]
+        mine = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
+        mine["bytes_aliased"] = sum(self.engine.params[name].nbytes for name in self.engine.shared_params)
+        total = reduce_scalars(mine, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
+        return ReshardStats(**{name: int(value) for name, value in total.items()})
+
+    def add_transfers(self, build: Callable[[TransferContext, frozenset[str]], list[Transfer]]) -> None:
+        """Run further transfers at each reshard; `build` gets the engine's float32 tensors, too; collective."""
+        self._transfers += build(self._context, self._wide)
+        self.reshard_stats = self._sum_stats()
 
     def release_first(self, release: Callable[[], None]) -> None:
         """Register a release of memory that training reallocates by itself, to be called before each rollout."""

@@ -277,15 +277,15 @@ def _hint_at_model(path: Path) -> str:
     )
 
 
-def check_mtp(directory: Path) -> None:
-    """Refuse multi-token prediction for a model without exactly one such layer (UserError)."""
+def check_mtp(directory: Path, setting: str) -> None:
+    """Refuse multi-token prediction, for `setting`, with a model that has not exactly one such layer (UserError)."""
     config = _read_config(directory)
     if (found := next((config[key] for key in MTP_KEYS if config.get(key)), 0)) != 1:
         raise UserError(
-            f"actor.mtp_lr with a model that has {found} layers for multi-token prediction",
+            f"{setting} with a model that has {found} layers for multi-token prediction",
             source=f"{MTP_KEYS[0]} in {directory / 'config.json'}",
             expected="1 (DeepSeek-V3, GLM-4.5)",
-            hint="leave actor.mtp_lr out",
+            hint=f"leave {setting} out",
         )
 
 

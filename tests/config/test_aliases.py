@@ -802,3 +802,19 @@ def test_moments_that_are_always_on_the_host(given: tuple[str, ...], expected: A
     loaded = load_config(None, [*MINIMAL, *(f"{ACTOR if '.' in x.split('=')[0] else options}.{x}" for x in given)])
     assert loaded.config.actor.offload_optimizer == expected
     assert sum("offload" in line or "precision" in line for line in loaded.notes) == noted
+
+
+@pytest.mark.parametrize(
+    ("given", "drafted", "is_noted"),
+    [
+        ([f"{ROLLOUT}.name=vllm"], 1, False),
+        (["actor_rollout_ref.model.mtp.num_speculative_tokens=3"], 3, False),
+        ([f"{ROLLOUT}.name=sglang", "rollout.server.python=python"], 0, True),
+        (["actor_rollout_ref.model.mtp.enable_rollout=false"], 0, False),
+    ],
+)
+def test_drafts_are_made_where_the_engine_can(given: list[str], drafted: int, is_noted: bool) -> None:
+    """verl's vLLM drafts with the MTP layer, too; other engines sample the same distribution without."""
+    loaded = load("actor_rollout_ref.model.mtp.enable_rollout=true", *given)
+    assert value_of(loaded, "rollout.draft_tokens") == drafted
+    assert any("this engine drafts no tokens" in note for note in loaded.notes) == is_noted

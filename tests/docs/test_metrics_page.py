@@ -25,6 +25,7 @@ NAMES = {metric.name for metric in ROWS}
 NOT_RECORDED = (
     "preference/",  # tests/run/test_preference.py
     "engines/",  # tests/run/test_elastic_in_loop.py
+    "rollout/draft_acceptance",  # tests/run/test_drafts_in_loop.py
     "validation/<set>/margin",
     "validation/<set>/calibration_error",
     "time/",

@@ -75,6 +75,9 @@ PATCHED_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.distributed.device_communicators.cpu_communicator": ("CpuCommunicator",),
     "vllm.logging_utils.dump_input": ("logger",),
     "vllm.distributed.parallel_state": ("init_world_group", "init_model_parallel_group"),
+    "vllm.v1.sample.rejection_sampler": ("expand_batch_to_tokens",),
+    "vllm.v1.spec_decode.llm_base_proposer": ("compute_probs_and_sample_next_token",),
+    "vllm.model_executor.models.registry": ("_SPECULATIVE_DECODING_MODELS",),
 }
 EXPERTS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
@@ -91,6 +94,11 @@ def test_patched_names_exist(module: str, vllm_imported: None) -> None:
 def test_families_that_vllm_does_not_implement_are_refused(family: str, vllm_imported: None) -> None:
     with pytest.raises(UserError, match="vLLM has no (SmolLM3|Olmo2)ForCausalLM of its own"):
         check_installed(replace(SHAPE, family=family), RolloutConfig())
+
+
+def test_other_families_do_not_draft(vllm_imported: None) -> None:
+    with pytest.raises(UserError, match="rollout.draft_tokens with a qwen2 model"):
+        check_installed(SHAPE, RolloutConfig(draft_tokens=1))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="the package is here")
@@ -268,6 +276,16 @@ def test_router_replay_has_the_first_model_runner() -> None:
     assert list_engine_arguments(spec)["async_scheduling"] is False
     said = "eager, async scheduling off, model runner v1, which router replay needs"
     assert describe_engine(spec.config, gpu, records_routes=True) == said
+
+
+def test_drafts_have_the_first_model_runner() -> None:
+    """The second one draws them with numbers of its own."""
+    gpu = torch.device("cuda", 0)
+    spec = replace(SPEC, config=RolloutConfig(draft_tokens=2), process=Process(0, 1, 0, 1, gpu))
+    assert list_engine_environment(spec)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    said = "eager, async scheduling off, model runner v1, which rollout.draft_tokens needs"
+    assert describe_engine(spec.config, gpu, records_routes=False) == said
+    assert cpu_cache_bytes(spec) == cpu_cache_bytes(replace(spec, config=RolloutConfig())) * 5 / 4  # layers
 
 
 def test_names_of_arguments_and_environment(vllm_imported: None) -> None:

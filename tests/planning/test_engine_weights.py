@@ -145,3 +145,24 @@ def test_ranks_of_a_server_keep_the_tensors_that_they_write() -> None:
     in_process = make_job(small_shape(), *SERVED[1:], "rollout.tensor_model_parallel_size=2")
     other = next(one for one in compute_memory(in_process) if one.rank == 4)
     assert found.kv_cache_bytes == other.kv_cache_bytes, "the server takes its share of the device without them"
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-5])
+def test_engines_that_draft_have_one_layer_more(rate: float) -> None:
+    """In weights and cache, with the second form of up-projections; the last stage has it, too, or trains it."""
+    shape = published_shape("DeepSeek-V3")
+    given = ["rollout.tensor_model_parallel_size=8", "actor.pipeline_model_parallel_size=2", f"actor.mtp_lr={rate}"]
+    given += [
+        "actor.expert_model_parallel_size=32",
+        "rollout.kv_cache_gib=4",
+        "actor.num_layers_in_first_pipeline_stage=31",
+    ]
+    plain, drafting = (make_job(shape, *given, f"rollout.draft_tokens={n}", nodes=8) for n in (0, 1))
+    layer = 2 * sum(box_volume(p.local_box) for p in vllm_placements(shape.mtp, tp_size=8, place=0))
+    layer += 2 * math.prod(shape.kind_sizes()["kv_up"]) // 8
+    assert count_engine_bytes(drafting) - count_engine_bytes(plain) == layer
+    before, after = compute_memory(plain), compute_memory(drafting)
+    caches = [find_smallest_cache(job, memory) for job, memory in ((plain, before), (drafting, after))]
+    assert caches[1].kv_bytes_per_token * 61 == caches[0].kv_bytes_per_token * 62
+    weights = [max(phase.parts.get("weights", 0) for phase in memory[-1].phases) for memory in (before, after)]
+    assert (weights[1] > weights[0]) == (rate == 0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that train the layer behind the policy's last one, on two pipeline stages of GLM-4.5.
 
-Gradients and layouts are in tests/training/test_mtp.py. Not covered: drafts of engines other than transformers, GPUs.
+Gradients and layouts are in tests/training/test_mtp.py, drafts of vLLM in test_drafts_in_loop.py. Not covered: GPUs.
 """
 
 from __future__ import annotations

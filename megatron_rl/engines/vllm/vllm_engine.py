@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +64,8 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec) -> None:
         assert dist.is_initialized(), "vLLM must join the job's process groups, not make its own"
         self._tp_size, self._ep_size = spec.config.tensor_model_parallel_size, spec.config.expert_parallel_size
-        self._shape, self.shard_key = spec.shape, spec.find_place  # ranks with equal places have equal tables
+        self._shape, self._draft_tokens = spec.shape, spec.config.draft_tokens
+        self.shard_key = spec.find_place  # ranks with equal places have equal tables
         vllm = prepare_vllm(spec.process.device)
         register_model(vllm, spec)
         self.code_format = register_codes(spec)
@@ -90,12 +92,14 @@ class VllmEngine:
         self._names: dict[int, str] = {}  # key of a request -> vLLM's name
         self._requests: dict[str, Request] = {}  # by vLLM's name
         scheduler: Any = engine.engine_core.engine_core.scheduler
-        self._responses = ResponseRecorder(scheduler, skip_block_searches(scheduler.kv_cache_manager))
+        self._responses = ResponseRecorder(scheduler, skip_block_searches(scheduler))
         engine.output_processor, self.load = self._responses, self._responses.load
         self._stop = spec.stop
         self._can_sleep = spec.process.device.type == "cuda"
         worker = engine.model_executor.driver_worker.worker
-        self.params: dict[str, torch.Tensor] = list_params(worker.get_model(), spec)
+        drafter = [worker.model_runner.drafter.model] if self._draft_tokens else []
+        models = torch.nn.ModuleList([worker.get_model(), *drafter])
+        self.params: dict[str, torch.Tensor] = list_params(models, spec)
         # Expert kernels that need another order have allocated tensors of their own.
         self.shared_params = frozenset(n for n in shared if self.params[n].data_ptr() == shareable[n].data_ptr())
         if spec.config.bitwise:
@@ -105,15 +109,10 @@ class VllmEngine:
         self._kept: KeptSetRecorder | None = None  # from the first truncated request on
         if self._routes is not None:
             self._routes.follow(worker.model_runner)
-        self._absorbing = list_absorbing(worker.get_model())
+        self._absorbing = list_absorbing(models)
         self._dtype = getattr(torch, spec.dtype)
-        self._packed_experts = find_packed_experts(worker.get_model(), spec.process.device)
-        check_placements(
-            self.placements(spec.process.rank),
-            {name: tuple(p.shape) for name, p in self.params.items() if not name.endswith(SCALE_SUFFIX)},
-            where=f"vLLM on rank {spec.process.rank}",
-            padded=VLLM_PADDED_PARAMETERS,
-        )
+        self._packed_experts = find_packed_experts(models, spec.process.device)
+        self._check_params(spec.process.rank)
         self.slots = AdapterSlots(worker, spec.adapters) if spec.adapters is not None else None
         for name, tensor in self.params.items():  # no transfer writes the vocabulary padding
             if name not in self.shared_params:
@@ -124,6 +123,13 @@ class VllmEngine:
         """Return the placement table (the boxes of HF tensors) of any rank of the job."""
         place = self.shard_key(rank)
         return vllm_placements(self._shape, tp_size=self._tp_size, place=place, ep_size=self._ep_size)
+
+    def _check_params(self, rank: int) -> None:
+        table = [*self.placements(rank)]
+        if self._draft_tokens:
+            table += vllm_placements(self._shape.mtp, tp_size=self._tp_size, place=self.shard_key(rank))
+        sizes = {name: tuple(p.shape) for name, p in self.params.items() if not name.endswith(SCALE_SUFFIX)}
+        check_placements(table, sizes, where=f"vLLM on rank {rank}", padded=VLLM_PADDED_PARAMETERS)
 
     def begin_weight_update(self) -> None:
         """Reallocate parameters at the same addresses after a sleep."""
@@ -186,11 +192,19 @@ class VllmEngine:
             return finished
         # vLLM without a tokenizer cannot detect stop strings.
         running = self._responses.running.items()
-        stopped = self.interrupt([self._requests[n].key for n, r in running if self._completes_text(n, r.tokens)])
+        stopped = self.interrupt([self._requests[n].key for n, r in running if self._completes_text(n, r)])
         return finished + [replace(one, finish_reason="stop") for one in stopped]
 
-    def _completes_text(self, name: str, sampled: Sequence[int]) -> bool:
-        return bool(sampled) and self._requests[name].ends_by(self._stop, sampled)
+    def _completes_text(self, name: str, response: Response) -> bool:
+        """Return whether a token of the last step completes a stop string; if so, drop the tokens after it."""
+        tokens = response.tokens
+        for length in range(max(1, len(tokens) - self._draft_tokens), len(tokens) + 1):
+            sampled = tokens if length == len(tokens) else tokens[:length]
+            if self._requests[name].ends_by(self._stop, sampled):
+                for column in (tokens, response.logprobs, response.likeliest):
+                    del column[length:]
+                return True
+        return False
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
         """Remove requests, but keep their prefix-cache blocks for continuations; return partial responses."""
@@ -200,10 +214,11 @@ class VllmEngine:
         return partial
 
     def _end(self, name: str, response: Response, finish_reason: str = "") -> Sampled:
-        request, tokens = self._requests[name], np.array(response.tokens, np.int32)
+        request = self._requests[name]
         if not finish_reason:
-            ends = response.is_stopped or self._completes_text(name, response.tokens)
+            ends = self._completes_text(name, response) or response.is_stopped
             finish_reason = "stop" if ends else "length"
+        tokens = np.array(response.tokens, np.int32)
         del self._requests[name], self._names[request.key]
         kept = None
         if request.sampling.is_truncated:
@@ -273,6 +288,9 @@ def list_sampling_arguments(name: str, request: Request) -> dict[str, Any]:
     )
 
 
+_UNSCORED = -1, math.nan
+
+
 @dataclass
 class Response:
     """Sampled tokens with their log-probs, NaN if vLLM scored another token."""
@@ -288,11 +306,13 @@ class Response:
     likeliest: list[Any] = field(default_factory=list)
     prompt: list[Any] = field(default_factory=list)
 
-    def append(self, output: Any, scored: tuple[int, float]) -> None:
-        """Append a request's output of a step, whose log-prob is `scored`'s if it is for that token."""
+    def append(self, output: Any, scored: Sequence[tuple[int, float]]) -> None:
+        """Append a request's tokens of a step, whose log-probs are in `scored` beside the tokens that they are for."""
         self.tokens += output.new_token_ids
-        if output.new_token_ids:
-            self.logprobs.append(scored[1] if output.new_token_ids == [scored[0]] else math.nan)
+        for token, (other, logprob) in zip_longest(
+            output.new_token_ids, scored[: len(output.new_token_ids)], fillvalue=_UNSCORED
+        ):
+            self.logprobs.append(logprob if token == other else math.nan)
         if self.num_cached is None and output.prefill_stats is not None:
             self.num_cached = output.prefill_stats.num_cached_tokens
         self.is_stopped = output.finish_reason is not None and str(output.finish_reason) == "stop"
@@ -310,26 +330,33 @@ class ResponseRecorder:
 
     def __init__(self, scheduler: Any, block_size: int) -> None:
         self.running: dict[str, Response] = {}  # by vLLM's name of the request
-        self._scored: dict[str, tuple[int, float]] = {}  # of the last step, by vLLM's name, for `process_outputs`
-        self._likeliest: dict[str, Any] = {}  # likewise, if a running request wants them
+        # Of each token of the last step, by vLLM's name, for `process_outputs`.
+        self._scored: dict[str, list[tuple[int, float]]] = {}
+        self._likeliest: dict[str, list[Any]] = {}  # likewise, if a running request wants them
         self._requests, self._longest, self._block_size = scheduler.requests, scheduler.max_model_len, block_size
         self._is_async = bool(scheduler.scheduler_config.async_scheduling)
-        self._scheduler, self.load = scheduler, {"cache": 0.0, "waiting": 0.0}
+        self._scheduler, self.load = scheduler, {"cache": 0.0, "waiting": 0.0, "drafted": 0.0, "accepted": 0.0}
         self._update, scheduler.update_from_output = scheduler.update_from_output, self._take_tokens
 
     def _take_tokens(self, scheduled: Any, output: Any) -> Any:
         others, self._scored, self._likeliest = scheduled.num_scheduled_tokens, {}, {}
         used, waiting = self._scheduler.kv_cache_manager.usage, self._scheduler.get_request_counts()[1]
         self.load["cache"], self.load["waiting"] = max(self.load["cache"], used), max(self.load["waiting"], waiting)
+        index = output.req_id_to_index
+        for name, drafts in scheduled.scheduled_spec_decode_tokens.items():
+            self.load["drafted"] += len(drafts)
+            self.load["accepted"] += len(output.sampled_token_ids[index[name]]) - 1
         if output.logprobs is not None:
             ids, values = output.logprobs.logprob_token_ids, output.logprobs.logprobs
             scored = list(zip(ids[:, 0].tolist(), values[:, 0].tolist(), strict=True))
-            if ids.shape[1] > 1:
-                self._likeliest = dict(zip(output.req_ids, zip(ids, values, strict=True), strict=True))
-            elif self._block_size and not output.prompt_logprobs_dict:
+            if ids.shape[1] == 1 and self._block_size and not output.prompt_logprobs_dict:
                 others = self._record_most(others, output, scored)
-            index = output.req_id_to_index
-            self._scored = {name: scored[index[name]] for name in others if name in index}
+            # Rows of a request: one, or with drafts one per token.
+            starts = output.logprobs.cu_num_generated_tokens or range(len(scored) + 1)
+            rows = {n: slice(starts[index[n]], starts[index[n] + 1]) for n in others if n in index}
+            self._scored = {name: scored[mine] for name, mine in rows.items()}
+            if ids.shape[1] > 1:
+                self._likeliest = {n: list(zip(ids[mine], values[mine], strict=True)) for n, mine in rows.items()}
             scheduled, output = replace(scheduled, num_scheduled_tokens=others), replace(output, logprobs=None)
         return self._update(scheduled, output)
 
@@ -371,9 +398,8 @@ class ResponseRecorder:
             response = running.get(name)
             if response is None:  # interrupted during the step
                 continue
-            response.append(output, scored.get(name, (-1, math.nan)))
-            if output.new_token_ids and name in self._likeliest:
-                response.likeliest.append(self._likeliest[name])
+            response.append(output, scored.get(name, ()))
+            response.likeliest.extend(self._likeliest.get(name, [])[: len(output.new_token_ids)])
             if (part := output.new_prompt_logprobs_tensors) is not None:
                 response.prompt.append((part.logprob_token_ids.numpy(), part.logprobs.numpy()))
             if output.finish_reason is not None:
@@ -394,16 +420,20 @@ class ResponseRecorder:
         """Ignore vLLM's statistics."""
 
 
-def skip_block_searches(manager: Any) -> int:
+def skip_block_searches(scheduler: Any) -> int:
     """Skip vLLM's search for KV-cache blocks for tokens that neither begin nor fill a block, 14 of 16; same blocks.
 
-    Only where all layers attend to all tokens: other caches free blocks within one.
+    Only where all layers attend to all tokens: other caches free blocks within one. Not with drafts, of which a step
+    has several.
 
     Returns:
-        Tokens of a block, 0 for other caches.
+        Tokens of a block, 0 for other caches and with drafts.
     """
+    manager = scheduler.kv_cache_manager
     (kind, *others), without = manager.coordinator.single_type_managers, manager.empty_kv_cache_blocks
     if others or type(kind).__name__ != "FullAttentionManager" or kind.block_size != kind.block_pool.hash_block_size:
+        return 0
+    if scheduler.num_spec_tokens:
         return 0
     size: int = kind.block_size
     allocate = manager.allocate_slots
@@ -432,11 +462,18 @@ def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tu
     return packed
 
 
-def list_params(model: torch.nn.Module, spec: EngineSpec) -> dict[str, torch.Tensor]:
-    """Return vLLM's parameters by name, with a matrix per expert, without adapters."""
-    shape = spec.shape
-    derived = {id(p) for module in list_absorbing(model) for p in module.parameters(recurse=False)}
-    named = {name.replace(".base_layer.", "."): p.data for name, p in model.named_parameters() if id(p) not in derived}
+def list_params(models: torch.nn.ModuleList, spec: EngineSpec) -> dict[str, torch.Tensor]:
+    """Return vLLM's parameters by name, with a matrix per expert, without adapters.
+
+    Args:
+        models: the policy, and the layer that drafts, if any, which shares the policy's embedding and output layer.
+    """
+    shape, named = spec.shape, dict[str, torch.Tensor]()
+    done = {id(p) for module in list_absorbing(models) for p in module.parameters(recurse=False)}  # derived
+    for name, p in (pair for model in models for pair in model.named_parameters()):
+        if id(p) not in done:
+            named[name.replace(".base_layer.", ".").replace(".mtp_block.", ".")] = p.data
+            done.add(id(p))
     if shape.latent is not None:
         from megatron_rl.weights.special_parts import split_latents
 

@@ -6,7 +6,11 @@
 * on CPU, torch.distributed replaces vLLM's shared-memory collectives, which other or killed runs can break;
 * on CPU, vLLM does not bind the trainer's memory to one NUMA node;
 * on CPU, sigmoid routers without groups have one group, without which vLLM's router of CPUs takes softmax only;
-* on CPU, ranks may have experts of their own (`_spread_experts`).
+* on CPU, ranks may have experts of their own (`_spread_experts`);
+* drafts are drawn with the requests' own random numbers (vLLM: the global stream, so depending on the batch);
+* on CPU, temperatures are repeated for drafts by torch: vLLM's kernel writes to a copy and leaves its output
+  uninitialized;
+* on CPU, the layer that drafts loads without the module for compiled parts, which imports inductor.
 
 With the v1 model runner it also records the sets that tokens are drawn from, and the experts of tokens. Truncation is
 our own definition, applied before vLLM's sampler. A request carries its limits in `SamplingParams.extra_args`. Sets are
@@ -22,7 +26,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partialmethod
 from importlib import import_module
 from types import ModuleType
@@ -36,7 +40,7 @@ import torch.nn.functional as F
 
 from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
 from megatron_rl.engines.truncation import truncate
-from megatron_rl.engines.vllm.vllm_settings import CODED_METHOD, LOAD_FORMAT
+from megatron_rl.engines.vllm.vllm_settings import CODED_METHOD, DRAFTERS, LOAD_FORMAT
 from megatron_rl.types import KeptSets, RouteShape, UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import FAMILIES
@@ -299,7 +303,7 @@ def pack_experts(param: torch.Tensor, instructions: str) -> None:
 
 
 def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
-    """Register vLLM's class of the model with vLLM, which would otherwise inspect it in a slow subprocess.
+    """Register vLLM's class of the model, and of the layer that drafts, which it would inspect in a slow subprocess.
 
     Raises:
         UserError: vLLM's implementation keeps weights in another order, or needs a missing package.
@@ -318,6 +322,61 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
             hint="install it, or set rollout.engine=hf",
         ) from None
     vllm.ModelRegistry.register_model(family.architecture, getattr(module, family.architecture))
+    if spec.config.draft_tokens:
+        _prepare_drafts(vllm, spec)
+
+
+def _prepare_drafts(vllm: ModuleType, spec: EngineSpec) -> None:
+    """Register vLLM's class of the layer that drafts; patch how drafts are drawn and, on CPU, verified; idempotent.
+
+    A draft from q is accepted with probability min(1, p / q), else replaced by a sample of max(p - q, 0), so that
+    tokens are samples of p, the policy (arXiv 2211.17192, section 2.3).
+    """
+    if spec.process.device.type == "cpu":
+        backends: Any = ModuleType("vllm.compilation.backends")
+        backends.set_model_tag = lambda *names: nullcontext()
+        sys.modules.setdefault(backends.__name__, backends)
+        sampler: Any = import_module("vllm.v1.sample.rejection_sampler")
+        sampler.expand_batch_to_tokens = repeat_for_drafts
+    proposer: Any = import_module("vllm.v1.spec_decode.llm_base_proposer")
+    proposer.compute_probs_and_sample_next_token = draw_drafts
+    architecture = DRAFTERS[spec.shape.family]
+    module, name = import_module("vllm.model_executor.models.registry")._SPECULATIVE_DECODING_MODELS[architecture]
+    found = import_module(f"vllm.model_executor.models.{module}")
+    vllm.ModelRegistry.register_model(architecture, getattr(found, name))
+
+
+def repeat_for_drafts(
+    values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat a value per request for each of its drafts, [b] -> [num_tokens]; a replacement in vLLM.
+
+    Args:
+        ends: [b] cumulative number of drafts.
+    """
+    repeated = values.repeat_interleave(torch.diff(ends.long(), prepend=ends.new_zeros(1).long()))
+    assert len(repeated) == num_tokens
+    return torch.where(repeated == replace_from, torch.full_like(repeated, replace_to), repeated)
+
+
+def draw_drafts(
+    logits: torch.Tensor, metadata: Any, use_fp64_gumbel: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a draft per request, or take the most likely one if it is greedy; a replacement in vLLM.
+
+    Args:
+        logits: [b, v] of the MTP layer.
+        metadata: vLLM's temperatures and, of requests with a seed, generators.
+
+    Returns:
+        Tokens [b], and the probabilities [b, v] that they were drawn from.
+    """
+    is_greedy = metadata.temperature == 0
+    probs = (logits / torch.where(is_greedy, 1.0, metadata.temperature)[:, None]).softmax(-1, dtype=torch.float32)
+    noise = torch.empty_like(probs).exponential_()
+    for row, generator in metadata.generators.items():
+        noise[row].exponential_(generator=generator)
+    return torch.where(is_greedy, probs.argmax(-1), (probs / noise).argmax(-1)), probs
 
 
 def register_codes(spec: EngineSpec) -> CodeFormat | None:

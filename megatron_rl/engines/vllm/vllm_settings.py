@@ -27,6 +27,12 @@ CODED_METHOD = "megatron_rl"  # name of 8-bit matrices in vLLM's registry
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts; placement tables have no padding there
 CPU_BLOCK_SIZE = 32
+# Families whose multi-token prediction layer drafts -> vLLM's class of the layer.
+DRAFTERS = {
+    "deepseek_v3": "DeepSeekMTPModel",
+    "glm4_moe": "Glm4MoeMTPModel",
+    "glm4_moe_lite": "Glm4MoeLiteMTPModel",
+}
 _CPU_LATENT_BLOCK_SIZE = 16
 _MODES_ON_CPU: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False, "model_runner": "v1"}
 _MAX_CPU_CACHE_BYTES = 1 << 30
@@ -39,7 +45,8 @@ def fit_to_device(config: RolloutConfig, device: torch.device, records_routes: b
     if device.type == "cpu":
         return replace(config, **_MODES_ON_CPU)
     chosen = "v1" if records_routes or config.is_ever_truncated else "v2"
-    if config.data_parallel_size > 1:  # parts step together: each step needs a forward
+    # Parts that step together need a forward in each step.
+    if config.data_parallel_size > 1 or config.draft_tokens:
         chosen = "v1"
     runner = chosen if config.model_runner == "auto" else config.model_runner
     scheduling = runner == "v2" if config.async_scheduling is None else config.async_scheduling
@@ -56,7 +63,8 @@ def describe_modes(config: RolloutConfig, device: torch.device, records_routes: 
     runner = fitted.model_runner + (" with its Triton sampler" if fitted.model_runner == "v2" else "")
     if (config.model_runner, runner, device.type) == ("auto", "v1", "cuda"):
         truncates = "truncated sampling" if config.is_ever_truncated else "rollout.data_parallel_size"
-        runner += f", which {'router replay' if records_routes else truncates} needs"
+        other = "rollout.draft_tokens" if config.draft_tokens else truncates
+        runner += f", which {'router replay' if records_routes else other} needs"
     text = f"{eager}, async scheduling {'on' if fitted.async_scheduling else 'off'}, model runner {runner}"
     ignored = [
         f"rollout.{name}={str(getattr(config, name)).lower()}"
@@ -139,6 +147,8 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             arguments["attention_backend"] = "CPU_MLA"  # AMX's takes bfloat16, and empties the weights
         if config.bitwise or spec.shape.latent is not None:  # the C++ kernel misreads strided views of heads
             arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    if config.draft_tokens:
+        arguments |= _list_draft_arguments(spec, arguments)
     return arguments | config.engine_options
 
 
@@ -152,6 +162,32 @@ def _check_all_to_all(config: RolloutConfig) -> None:
             expected="DeepEP on each node, or vLLM's own exchange",
             hint="install DeepEP (github.com/deepseek-ai/DeepEP), or leave all2all_backend out: each step takes longer",
         )
+
+
+def _list_draft_arguments(spec: EngineSpec, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` that differ from `arguments` with drafts."""
+    speculative: dict[str, Any] = dict(
+        method="mtp", num_speculative_tokens=spec.config.draft_tokens, draft_sample_method="probabilistic"
+    )
+    if "attention_backend" in arguments:
+        speculative["attention_backend"] = arguments["attention_backend"]
+    # A dict would not reach the layer's config. A batch drafts nothing if the drafts of one sequence, after those that
+    # are verified, do not fit.
+    longest = min(arguments["max_model_len"] + 2 * spec.config.draft_tokens, spec.shape.max_position_embeddings)
+    found: dict[str, Any] = dict(
+        speculative_config=speculative,
+        hf_overrides=partial(_override, arguments["hf_overrides"]),
+        max_model_len=longest,
+    )
+    if "max_num_batched_tokens" in arguments:  # a step has room for the drafts of all sequences
+        rows = spec.config.max_num_seqs * (1 + spec.config.draft_tokens)
+        found["max_num_batched_tokens"] = max(rows, arguments["max_num_batched_tokens"])
+    return found
+
+
+def _override(options: dict[str, Any], config: Any) -> Any:
+    config.update(options)
+    return config
 
 
 def _is_encoded(model_path: str) -> bool:
@@ -169,8 +205,9 @@ def _take_text_part(shape: ModelShape, config: Any) -> Any:
 
 
 def records_kept_sets(spec: EngineSpec) -> bool:
-    """Return whether vLLM can record the sets that tokens are drawn from: only with model runner v1."""
-    return fit_to_device(spec.config, spec.process.device, spec.records_routes).model_runner == "v1"
+    """Return whether vLLM can record the sets that tokens are drawn from: only with model runner v1, without drafts."""
+    runner = fit_to_device(spec.config, spec.process.device, spec.records_routes).model_runner
+    return runner == "v1" and not spec.config.draft_tokens
 
 
 def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
@@ -229,6 +266,13 @@ def check_installed(shape: ModelShape, config: RolloutConfig) -> None:
             expected="hf or megatron for this family",
             hint="set rollout.engine=hf",
         )
+    if config.draft_tokens and shape.family not in DRAFTERS:
+        raise UserError(
+            f"rollout.draft_tokens with a {shape.family} model",
+            source="rollout.draft_tokens and the model's config.json",
+            expected=f"a model of {', '.join(DRAFTERS)}, whose layer for multi-token prediction vLLM takes",
+            hint="leave out rollout.draft_tokens",
+        )
     known = list_arguments(package) if config.engine_options else set()
     for name in config.engine_options:
         if name not in known:
@@ -259,9 +303,10 @@ def cpu_cache_bytes(spec: EngineSpec) -> int:
     shape: ModelShape = spec.shape
     itemsize = 4 if spec.dtype == "float32" else 2
     kv_heads = max(1, shape.num_kv_heads // spec.config.tensor_model_parallel_size)
-    per_token = 2 * shape.num_layers * kv_heads * shape.head_dim * itemsize
+    layers = shape.num_layers + (spec.config.draft_tokens > 0)
+    per_token = 2 * layers * kv_heads * shape.head_dim * itemsize
     if shape.latent is not None and caches_latents(spec):
-        per_token = shape.num_layers * shape.latent.cached * itemsize
+        per_token = layers * shape.latent.cached * itemsize
     length = spec.max_prompt_length + spec.max_response_length
     blocks = -(-length // CPU_BLOCK_SIZE) * CPU_BLOCK_SIZE
     wanted = per_token * blocks * (spec.config.max_num_seqs + 1)

@@ -71,7 +71,7 @@ class NoOptimizer:
 
 
 class Reference(LanguageModel):
-    """Frozen language model; construction is collective."""
+    """Frozen language model, or layer that drafts for the engines; construction is collective."""
 
     def __init__(self, setup: RoleSetup) -> None:
         self.model = PackedModel(setup)
