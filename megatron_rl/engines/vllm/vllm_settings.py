@@ -130,8 +130,8 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         arguments |= dict(enable_lora=True, max_loras=1, max_lora_rank=slot)
         arguments["lora_target_modules"] = adapters.modules
     if spec.process.device.type == "cuda":
-        _check_all_to_all(config)
         arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=config.gpu_memory_utilization)
+        _check_all_to_all(config)
         if spec.shape.num_experts:
             arguments["moe_backend"] = "triton"  # other kernels reorder the fused weights
         if config.kv_cache_gib is not None:
