@@ -198,6 +198,7 @@ def _check_zero_stages(config: CheckedConfig) -> None:
                 (f"{section}.step_mode", "eager", "weights are gathered for every layer, at other addresses"),
                 (f"{section}.optimizer", "adam", "Muon's momentum is exchanged through the gradient buffers of ZeRO-1"),
                 ("actor.overlap_grad_reduce", False, "gradients are always reduced during the backward"),
+                ("actor.overlap_shared_experts", False, "gradients of their weights would come from another stream"),
                 (f"{section}.lora.rank", 0, "adapters are trained on weights that every rank has"),
             )
         if section != "critic":

@@ -38,7 +38,7 @@ STREAMED_BYTES = 512 << 20  # moments on a GPU at a time with `offload_optimizer
 # Settings of the actor that the critic and teachers take over; the reward model takes over the last, else the default.
 ACTOR_DECIDES = (
     *("share_prompts", "logprob_chunk_tokens", "adam_eps", "bucket_tokens", "graph_memory_gib"),
-    *("offload_gradients", "overlap_grad_reduce", "zero_shard_size"),
+    *("offload_gradients", "overlap_grad_reduce", "overlap_shared_experts", "zero_shard_size"),
 )
 # Without effect where a pipeline has one stage.
 STAGE_SETTINGS = (
@@ -134,6 +134,7 @@ class TrainedConfig(LayoutConfig):
         "moments always, and each update loads them in chunks (docs/optimizers.md).",
     )
     overlap_grad_reduce: bool = option(False, "Reduce gradients over DP during the backward of the last microbatch.")
+    overlap_shared_experts: bool = option(False, "Compute shared experts while tokens travel between EP ranks.")
     step_mode: Literal["eager", "static", "graph"] = option(
         "eager",
         "eager: microbatches of any length; static: padded to few shapes; graph: static, replayed from CUDA graphs"

@@ -74,17 +74,19 @@ def build_transformer_config(
     sequence_parallel: bool = False,
     recompute_granularity: str = "none",
     use_transformer_engine: bool = False,
+    overlap_shared_experts: bool = False,
 ) -> TransformerConfig:
     """Build the megatron-core configuration of one role's model.
 
     Args:
         recompute_granularity: "none", "selective" (core attention), "full" or "offload" (whole layers).
+        overlap_shared_experts: while tokens are exchanged, if there is expert parallelism.
     """
     is_interleaved, family, experts = layout.vpp_size > 1, FAMILIES[shape.family], dict[str, Any]()
     if shape.num_experts:
         from megatron_rl.models.routing import list_settings
 
-        experts = list_settings(shape, layout)
+        experts = list_settings(shape, layout, overlap_shared_experts=overlap_shared_experts)
     config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -107,8 +109,7 @@ def build_transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Weights are loaded from a checkpoint.
-        perform_initialization=False,
+        perform_initialization=False,  # weights are loaded from a checkpoint
         use_cpu_initialization=not torch.cuda.is_available(),
         attention_backend=AttnBackend.auto if use_transformer_engine else AttnBackend.local,
         calculate_per_token_loss=True,
@@ -162,7 +163,7 @@ def build_layer_spec(
     mlps = [mlp]
     if num_experts:
         from megatron_rl.models.experts import GroupedExperts
-        from megatron_rl.models.routing import BiasedRouter, RoutedLayer, RoutedRouter
+        from megatron_rl.models.routing import BiasedRouter, OverlappedSharedExperts, RoutedLayer, RoutedRouter
 
         moe: Any = moe_utils
         moe.__dict__.setdefault("te_general_gemm", None)  # 0.16.1 without TE: NameError in every router
@@ -171,6 +172,8 @@ def build_layer_spec(
         own = {"batch_invariant": batch_invariant, "adapters": adapters}
         mlp.experts = ModuleSpec(module=GroupedExperts, params=own)
         mlps = [_submodules(mlp.shared_experts)]
+        if config.moe_shared_expert_overlap:
+            mlp.shared_experts = ModuleSpec(module=OverlappedSharedExperts, submodules=mlps[0])
     for part in mlps:
         part.activation_func = GatedActivation
     layer.self_attention.module, sizes = choose_mixer(shape, layer_number)

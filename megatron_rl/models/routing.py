@@ -13,18 +13,23 @@ equal bits. Expert parallelism uses megatron-core's dispatcher, since sizes depe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import shared_experts
 from megatron.core.transformer.moe.moe_utils import unpermute
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.autograd.function import once_differentiable
@@ -34,7 +39,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.families import FAMILIES, ModelShape
 
 
-def list_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:
+def list_settings(shape: ModelShape, layout: ParallelLayout, *, overlap_shared_experts: bool) -> dict[str, Any]:
     """Return the options of megatron-core's `TransformerConfig` for a mixture of experts."""
     names = FAMILIES[shape.family].experts
     assert names is not None, f"{shape.family} is dense"
@@ -44,6 +49,7 @@ def list_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:
         moe_ffn_hidden_size=shape.ffn_hidden_size,
         moe_shared_expert_intermediate_size=shape.shared_ffn_size or None,
         moe_shared_expert_gate=names.shared_gate is not None,
+        moe_shared_expert_overlap=overlap_shared_experts and layout.ep_size > 1 and shape.shared_ffn_size > 0,
         # Softmax over the selected experts' logits = shares that are normalized after the selection.
         moe_router_pre_softmax=not shape.normalizes_shares,
         moe_router_load_balancing_type="none",
@@ -214,6 +220,45 @@ class RoutedLayer(TransformerLayer):
         """Run megatron-core's forward; `packed_seq_params` is passed by name."""
         self.mlp.router.take(self.layer_number - 1 - self.config.num_layers, options["packed_seq_params"].routes)
         return super().forward(*arguments, **options)
+
+
+_STREAMS: dict[str, Any] = {}  # of this process
+
+
+class OverlappedSharedExperts(SharedExpertMLP):
+    """megatron-core's shared experts, computed on another stream while tokens go to expert parallel ranks and return.
+
+    All layers share the stream, and so its memory; megatron-core has a stream per layer, and uses the global TP group.
+    """
+
+    tp_group: Any
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.stream = _STREAMS.setdefault("shared experts", self.stream)
+
+    def pre_forward_comm(self, input: torch.Tensor) -> None:
+        """Gather the hidden states [t, 1, h], or [t/tp, 1, h], of the TP ranks."""
+        with _communicate_over(self.tp_group):
+            super().pre_forward_comm(input)
+
+    def post_forward_comm(self) -> None:
+        """Sum the outputs of the TP ranks."""
+        with _communicate_over(self.tp_group):
+            super().post_forward_comm()
+
+
+@contextmanager
+def _communicate_over(group: dist.ProcessGroup) -> Iterator[None]:
+    """Give `group` to the collectives of megatron-core's module, which uses its global one."""
+    module: Any = shared_experts
+    names = module.__dict__
+    real = {name: call for name, call in names.items() if name.endswith("_region")}
+    names.update({name: partial(call, group=group) for name, call in real.items()})
+    try:
+        yield
+    finally:
+        names.update(real)
 
 
 @dataclass(frozen=True)

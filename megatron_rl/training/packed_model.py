@@ -118,6 +118,7 @@ class PackedModel(LaidOutModel):
             sequence_parallel=spec.settings.sequence_parallel,
             recompute_granularity=spec.training.recompute_granularity if spec.trainable else "none",
             use_transformer_engine=self.transformer_impl == "transformer_engine",
+            overlap_shared_experts=spec.trainable and spec.training.overlap_shared_experts,
         )
         build = partial(
             build_gpt_stages, shape, self.config, groups, self.transformer_impl, spec.batch_invariant, self.adapters

@@ -32,6 +32,7 @@ GIVEN = ["model.path=m", "data.train_files=[t.jsonl]", "data.train_batch_size=8"
         (["critic.zero_stage=3", "actor.zero_shard_size=0"], "actor.zero_shard_size"),
         (["teachers.big.path=b", "teachers.big.zero_stage=2"], "teachers.big.zero_stage"),
         (["teachers.big.path=b", "teachers.big.zero_stage=3", "teachers.big.offload=true"], "teachers.big.offload"),
+        (["actor.zero_stage=3", "actor.overlap_shared_experts=true"], "actor.overlap_shared_experts"),
     ],
 )
 def test_what_cannot_be_done_is_refused(overrides: list[str], source: str) -> None:
