@@ -129,6 +129,9 @@ def _find_shared(job: Job, actor: Any, rank: int, table: Sequence[ShardBox]) -> 
     """Return the engine's parameters that share the actor's storage, without those that vLLM fuses."""
     fused = FUSED_LATENTS if caches_latents(job) else ()
     names = find_shared(job.config, actor, rank, table)
+    if actor.model.is_fully_sharded and actor.model.dtype != torch.float32:  # its trained shards are float32
+        wide = {p.param for p in table if job.shape.is_router_bias(p.hf_name)}
+        names = {name: own for name, own in names.items() if name in wide}
     return {name: own for name, own in names.items() if not name.endswith(fused)}
 
 
