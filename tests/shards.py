@@ -14,10 +14,11 @@ import torch
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.planner import Shard, group_shards
 from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.head_sizes import FullHeads, LatentSizes
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices
-from megatron_rl.weights.special_parts import DeltaNetSizes, LatentSizes, SigmoidRouter
+from megatron_rl.weights.special_parts import DeltaNetSizes, SigmoidRouter
 
 UNTOUCHED = -7.0  # value of unplaced elements; no full tensor contains it
 
@@ -54,6 +55,9 @@ def make_shape(family: str = "llama", **changes: Any) -> ModelShape:
         sizes |= dict(delta_net=net, delta_layers=(0, 1, 2), shared_ffn_size=32 if FAMILIES[family].experts else 0)
     if family == "gemma3_text":
         sizes |= dict(sliding_layers=(0, 2), sliding_window=6, sliding_rope_theta=1e4, attention_scale=0.5)
+    if family == "gemma4_text":
+        sizes |= dict(sliding_layers=(0, 2), sliding_window=6, sliding_rope_theta=1e4, attention_scale=1.0)
+        sizes |= dict(num_kv_heads=8, full_heads=FullHeads(4, 3, True), logit_softcap=5.0)
     return ModelShape(family=family, **(sizes | changes))
 
 

@@ -19,6 +19,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     DeepseekV3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -53,6 +55,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "mistral": MistralConfig,
     "gemma": GemmaConfig,
     "gemma3_text": Gemma3TextConfig,
+    "gemma4_text": Gemma4TextConfig,
     "phi3": Phi3Config,
     "glm4": Glm4Config,
     "smollm3": SmolLM3Config,
@@ -68,7 +71,11 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "minimax_m2": MiniMaxM2Config,
     "gpt_oss": GptOssConfig,
 }
-IMAGE_TEXT_CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen3_5": Qwen3_5Config, "qwen3_5_moe": Qwen3_5MoeConfig}
+IMAGE_TEXT_CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "qwen3_5": Qwen3_5Config,
+    "qwen3_5_moe": Qwen3_5MoeConfig,
+    "gemma4": Gemma4Config,
+}
 _DELTA_NETS: dict[str, Any] = dict(
     tie_word_embeddings=False,
     head_dim=16,
@@ -92,6 +99,21 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         sliding_window_pattern=2,
         rope_parameters={
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "gemma4_text": dict(
+        tie_word_embeddings=True,
+        head_dim=8,
+        num_key_value_heads=8,
+        global_head_dim=16,
+        num_global_key_value_heads=4,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        sliding_window=6,
+        final_logit_softcapping=3.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
@@ -220,6 +242,9 @@ def engine_sizes(family: str) -> dict[str, Any]:
     # Each norm would multiply the gradient of an embedding of zeros, that of padding, by a thousand.
     if family.startswith(("qwen3_next", "qwen3_5")):
         return ENGINE_SIZES | dict(pad_token_id=None, linear_key_head_dim=16, linear_value_head_dim=16)
+    if TEXT_PARTS.get(family, family) == "gemma4_text":
+        sizes = dict(num_key_value_heads=4, global_head_dim=64, num_global_key_value_heads=2)
+        return ENGINE_SIZES | sizes | dict(use_bidirectional_attention="vision")
     if family == "minimax_m2":  # experts that four ranks share, twice as many as heads of keys
         return ENGINE_SIZES | dict(intermediate_size=256)
     return ENGINE_SIZES | (LATENT_ENGINE_SIZES if family in ("deepseek_v3", "glm4_moe_lite") else {})
@@ -231,11 +256,12 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
     Args:
         directory: where to write.
         family: "llama", "qwen2" (tied embeddings, QKV bias), "qwen3" (QK norm), "mistral", "gemma" (tied
-            embeddings), "gemma3_text" (windows of 6 in every other layer), "phi3" (fused matrices), "glm4" (half of
+            embeddings), "gemma3_text" (windows of 6 in every other layer), "gemma4_text" (layers without a window have
+            wider and fewer heads of keys, which are values too), "phi3" (fused matrices), "glm4" (half of
             a head is rotated, as neighbors), "smollm3" (every other layer without rotation), "olmo2" (norms after
             attention and MLP, and of all heads together), "qwen3_next" (three gated delta nets before a layer of
             attention, four experts and a gated shared one), "qwen3_5_text" (the same, dense) or "qwen3_5_moe_text",
-            "qwen3_5" or "qwen3_5_moe" (the same in image-text models, with experts as published),
+            "qwen3_5", "qwen3_5_moe" or "gemma4" (the same in image-text models, with experts as published),
             "qwen3_moe" (QK norm) or "mixtral" with four experts, two
             per token, or "glm4_moe": the same after a dense layer, with a shared expert of twice their size and router
             biases, or "deepseek_v3": with eight experts in groups, four per token, and latent attention, whose heads of
@@ -257,6 +283,9 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
     )
     text = TEXT_PARTS.get(family, family)
+    if text == "gemma4_text":
+        layers = changes.get("num_hidden_layers", 4)
+        sizes["layer_types"] = (["sliding_attention", "full_attention"] * layers)[-layers:]
     config = CONFIGS[text](**(sizes | _FAMILY_SIZES[text] | changes))
     torch.manual_seed(0)
     auto_class = AutoModelForSequenceClassification if "num_labels" in changes else AutoModelForCausalLM
@@ -272,8 +301,10 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
         for name, parameter in model.named_parameters():
             if name.endswith("_proj_bias"):  # of the experts of gpt-oss, 0 until now
                 parameter += 0.1 * torch.randn_like(parameter)
+            if text == "gemma4_text" and name.endswith("q_norm.weight"):  # in place of a scale of scores
+                parameter *= len(parameter) ** -0.5
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer += 0.1 * torch.randn_like(buffer)
     model.save_pretrained(directory)
     if family != text:
@@ -285,6 +316,9 @@ def _add_images(family: str, text: PretrainedConfig) -> PretrainedConfig:
     """The config of an image-text model with this text part."""
     seeing = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=text.hidden_size)
     seeing |= dict(num_position_embeddings=16, patch_size=4)
+    if family == "gemma4":
+        seeing = dict(num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2, head_dim=8)
+        seeing |= dict(num_key_value_heads=2, patch_size=4, position_embedding_size=16)
     tied = text.tie_word_embeddings
     return IMAGE_TEXT_CONFIGS[family](text_config=text.to_dict(), vision_config=seeing, tie_word_embeddings=tied)
 

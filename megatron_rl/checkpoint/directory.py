@@ -229,7 +229,7 @@ def _list_tensors(role: Mapping[str, Any], has_optimizer: bool) -> dict[str, tup
     if has_optimizer:
         is_muon, main = role.get("optimizer") == "muon", () if role["dtype"] == "float32" else (MAIN_PARAM,)
         for name, size in shape.logical_tensors().items():
-            if isinstance(shape, ModelShape) and shape.is_router_bias(name):
+            if isinstance(shape, ModelShape) and (shape.is_router_bias(name) or name.endswith("layer_scalar")):
                 continue
             moments = MOMENTS[:1] if is_muon and is_layer_matrix(name, size) else MOMENTS
             moments = moments if role["optimizer_steps"] else ()

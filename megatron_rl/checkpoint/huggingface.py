@@ -170,7 +170,7 @@ class ModelFiles(Mapping[str, Path]):
             self.names = {
                 re.sub(r"^model\.language_model\.", "model.", name): name
                 for name in stored
-                if not name.startswith("model.visual.")
+                if not re.match(r"model\.(visual|vision_tower|embed_vision|audio_tower|embed_audio)\.", name)
             }
         self.stored = {text: stored[name] for text, name in self.names.items()}
         self._files, self._source = dict(self.stored), str(directory)

@@ -350,21 +350,18 @@ def build_packed_sequences(
     mine = position_ids[shard_rows(len(position_ids), cp_size, cp_rank)]
     if backend is None and (shape.sliding_layers or FAMILIES[shape.family].has_sinks):
         fastest = choose_attention_backend(mine.device, dtype)
-        # "efficient" has no sliding window; only "sdpa" has sinks.
-        backend = "sdpa" if fastest == "efficient" or FAMILIES[shape.family].has_sinks else fastest
+        # "efficient" has no sliding window; only "sdpa" has sinks, and heads of more than 256 channels.
+        is_special = FAMILIES[shape.family].has_sinks or shape.full.head_dim > 256
+        backend = "sdpa" if fastest == "efficient" or is_special else fastest
     segments = build_segments(piece.cu_seqlens, piece.max_seqlen, piece.keys, dtype, backend, piece.is_bucketed)
-    table = partial(
-        compute_rotary_table,
-        mine,
-        head_dim=shape.rotary_dim or shape.head_dim,
-        dtype=dtype,
-        neighbors=FAMILIES[shape.family].rotates_neighbors,
-    )
-    rotary_table = table(theta=shape.rope_theta, scaling=shape.rope_scaling)
+    table = partial(compute_rotary_table, mine, dtype=dtype, neighbors=FAMILIES[shape.family].rotates_neighbors)
+    head_dim = shape.rotary_dim or shape.full.head_dim
+    rotary_table = table(head_dim=head_dim, theta=shape.rope_theta, scaling=shape.rope_scaling)
     sliding = None
     if shape.sliding_layers:
         numbers = frozenset(layer + 1 for layer in shape.sliding_layers)
-        own = table(theta=shape.sliding_rope_theta) if shape.sliding_rope_theta else rotary_table
+        base = shape.sliding_rope_theta
+        own = table(head_dim=shape.rotary_dim or shape.head_dim, theta=base) if base else rotary_table
         sliding = numbers, replace(segments, window=shape.sliding_window), own
     sequence_rows = None
     if shape.delta_net:

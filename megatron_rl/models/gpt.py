@@ -157,9 +157,10 @@ def build_layer_spec(
     attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
     kinds = {*shape.layer_kinds(layer_number).values()}
     if "mlp_output_norm" in kinds:
-        from megatron_rl.models.layer_variants import OutputNormLayer, SandwichLayer
+        from megatron_rl.models.layer_variants import OutputNormLayer, SandwichLayer, ScaledLayer
 
         spec.module = SandwichLayer if "mlp_norm" in kinds else OutputNormLayer
+        spec.module = ScaledLayer if "layer_scalar" in kinds else spec.module
     mlps = [mlp]
     if num_experts:
         from megatron_rl.models.experts import GroupedExperts
@@ -295,10 +296,11 @@ def choose_mixer(shape: ModelShape, layer: int) -> tuple[type, dict[str, Any]]:
         from megatron_rl.models.layer_variants import GatedDeltaNet
 
         return GatedDeltaNet, {"sizes": shape.delta_net}
-    if shape.latent is not None:
-        from megatron_rl.models.layer_variants import LatentSelfAttention
+    if shape.latent is not None or shape.full_heads is not None:
+        from megatron_rl.models.layer_variants import LatentSelfAttention, SizedSelfAttention
 
-        return LatentSelfAttention, {"sizes": shape.latent}
+        own = {"sizes": shape.latent} if shape.latent else {"shape": shape}
+        return LatentSelfAttention if shape.latent else SizedSelfAttention, own
     if "q.norm" in shape.layer_kinds(layer).values():
         from megatron_rl.models.layer_variants import NormedSelfAttention
 

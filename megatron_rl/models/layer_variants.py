@@ -3,6 +3,7 @@
 
 * Outputs of attention and MLP are normalized, besides inputs (Gemma 3, GLM-4) or instead of them (OLMo 2, which also
   normalizes all heads of q, and of k, together).
+* Gemma 4 scales the output of a layer, and normalizes values too; layers have heads of two sizes.
 * Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): down-projections are replicated over TP, up-projections
   are split by heads; sequence parallelism gathers only latents. megatron-core's own module uses global process groups
   and rotates by row, not by position.
@@ -14,6 +15,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +42,9 @@ from megatron_rl.models.delta_rule import SequenceRows, choose_delta_rule, convo
 from megatron_rl.models.other_stages import ReplicatedLinear
 from megatron_rl.models.stages import gather_for_shards, make_parameter
 from megatron_rl.parallel.ulysses import exchange_heads, exchange_to_tokens
-from megatron_rl.weights.special_parts import DeltaNetSizes, LatentSizes
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.head_sizes import LatentSizes
+from megatron_rl.weights.special_parts import DeltaNetSizes
 
 
 class SplitRMSNorm(torch.nn.Module):
@@ -97,6 +102,63 @@ class OutputNormLayer(SandwichLayer):
         super().__init__(*arguments, **options)
         for name in ("input_layernorm", "pre_mlp_layernorm"):
             self.add_module(name, IdentityOp())
+
+
+class ScaledLayer(SandwichLayer):
+    """`SandwichLayer` whose output is multiplied by a number that is not trained (Gemma 4)."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.layer_scalar = make_parameter(self.config, torch.ones, 1).requires_grad_(False)
+        add = self.mlp_bda(is_training=True, fused=False)
+        self.mlp_bda = lambda is_training, fused: lambda *terms: add(*terms) * self.layer_scalar
+
+
+class SizedSelfAttention(BlockedSelfAttention):
+    """`BlockedSelfAttention` with the head sizes of its layer and normalized values (Gemma 4).
+
+    Args:
+        shape: of the model. If full layers share values, `linear_qkv` is `[q; k]` there, and values are keys before
+            norm and rotation.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        *,
+        shape: ModelShape,
+        **options: Any,
+    ) -> None:
+        linear: Any = submodules.linear_qkv
+        config, own = copy(config), shape.at(layer_number - 1)
+        config.kv_channels, config.num_query_groups = own.head_dim, own.num_kv_heads
+        shares_values = own is not shape and shape.full_heads is not None and shape.full_heads.shares_values
+        if shares_values:
+            rows = (own.num_heads + own.num_kv_heads) * own.head_dim
+
+            def build(inputs: int, outputs: int, **settings: Any) -> Any:
+                return build_module(linear, inputs, rows, **settings)
+
+            submodules = replace(submodules, linear_qkv=build)
+        super().__init__(config, submodules, layer_number, **options)
+        self._shares_values = shares_values
+
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Project [t, 1, h] to query [t, 1, np, d], key and value [t, 1, ng/tp, d], all normalized."""
+        assert key_value_states is None, "self-attention only"
+        d, heads = self.hidden_size_per_attention_head, self.num_attention_heads_per_partition
+        kv = self.num_query_groups_per_partition * d
+        mixed = self.get_submodule("linear_qkv")(hidden_states)[0]
+        rows = (heads * d, kv) if self._shares_values else (heads * d, kv, kv)
+        query, key, *values = (part.unflatten(-1, (-1, d)) for part in mixed.split(rows, dim=-1))
+        value = F.rms_norm(values[0] if values else key, (d,), eps=self.config.layernorm_epsilon)
+        norm_query: Any = self.q_layernorm
+        norm_key: Any = self.k_layernorm
+        return norm_query(query), norm_key(key), value
 
 
 def _add_normalized(norm: Any) -> Callable[..., Callable[..., torch.Tensor]]:

@@ -6,6 +6,7 @@ All are computed from hidden states; chunks and partial gradients are as in `voc
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,12 +129,14 @@ class _LinearLogprobsOf(torch.autograd.Function):
             # d logprob_i / d z_v = 1[v = i] - p_v; for all other tokens together,
             # d log_rest / d z_v = p_v / p_rest - p_v, at `ids` -p_v.
             z = ctx.softmax.make_logits(hidden[part], weight)
+            of_cap = ctx.softmax.find_slope(z)
             (columns, is_mine), slope = shard.locate(ids[part]), grad[part]
             probs = z.sub_(lse[part, None]).exp_()
             gradient = probs * -slope.sum(-1, keepdim=True)
             _clear(probs, columns, is_mine).mul_((slope[:, -1] * (-log_rest[part]).exp())[:, None])
             gradient.add_(probs).scatter_add_(1, columns, slope[:, :-1] * is_mine)
-            return gradient.div_(ctx.softmax.temperature)
+            gradient = gradient.div_(ctx.softmax.temperature)
+            return gradient if of_cap is None else gradient.mul_(of_cap)
 
         return *compute_linear_gradients(ctx, hidden, weight, find_gradient), None, None
 
@@ -145,6 +148,7 @@ def compute_linear_divergence(
     teacher_weight: torch.Tensor,
     direction: str,
     softmax: OutputSoftmax,
+    teacher_softcap: float | None = None,
 ) -> torch.Tensor:
     """Compute KL between a model (p) and its teacher (q) over the whole vocabulary, [t]; collective over TP.
 
@@ -155,8 +159,10 @@ def compute_linear_divergence(
         teacher_hidden: [t, h of the teacher], the same on every rank of the group.
         teacher_weight: [v/tp, h of the teacher], rows of the same tokens as in `weight`.
         direction: "reverse" or "forward".
+        teacher_softcap: of the teacher's logits.
     """
-    return _LinearDivergence.apply(hidden, weight, teacher_hidden, teacher_weight, direction == "forward", softmax)
+    softmaxes = softmax, replace(softmax, softcap=teacher_softcap)
+    return _LinearDivergence.apply(hidden, weight, teacher_hidden, teacher_weight, direction == "forward", softmaxes)
 
 
 class _LinearDivergence(torch.autograd.Function):
@@ -168,11 +174,11 @@ class _LinearDivergence(torch.autograd.Function):
         teacher_hidden: torch.Tensor,
         teacher_weight: torch.Tensor,
         is_forward: bool,
-        softmax: OutputSoftmax,
+        softmaxes: tuple[OutputSoftmax, OutputSoftmax],
     ) -> torch.Tensor:
-        parts = []
+        parts, (softmax, of_teacher) = [], softmaxes
         for x, y in zip(hidden.split(softmax.chunk_tokens), teacher_hidden.split(softmax.chunk_tokens), strict=True):
-            ours, theirs = softmax.make_logits(x, weight), softmax.make_logits(y, teacher_weight)
+            ours, theirs = softmax.make_logits(x, weight), of_teacher.make_logits(y, teacher_weight)
             sums = torch.stack([_sum_up(ours), _sum_up(theirs)])  # [2, 2, c]
             z, other = (theirs, ours) if is_forward else (ours, theirs)
             probs = (z - sums[int(is_forward), 0, :, None]).exp_()
@@ -186,7 +192,7 @@ class _LinearDivergence(torch.autograd.Function):
         else:
             divergence = (found[:, 4] * scale).sum(0) / total - lse + their_lse
         ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, lse, their_lse, divergence)
-        ctx.softmax, ctx.is_forward = softmax, is_forward
+        ctx.softmax, ctx.of_teacher, ctx.is_forward = softmax, of_teacher, is_forward
         return divergence
 
     @staticmethod
@@ -196,14 +202,16 @@ class _LinearDivergence(torch.autograd.Function):
         softmax = ctx.softmax
 
         def find_gradient(part: slice) -> torch.Tensor:
-            ours = softmax.make_logits(hidden[part], weight).sub_(lse[part, None])
-            theirs = softmax.make_logits(teacher_hidden[part], teacher_weight).sub_(their_lse[part, None])
+            z = softmax.make_logits(hidden[part], weight)
+            of_cap, ours = softmax.find_slope(z), z.sub_(lse[part, None])
+            theirs = ctx.of_teacher.make_logits(teacher_hidden[part], teacher_weight).sub_(their_lse[part, None])
             if ctx.is_forward:
                 gradient = ours.exp_().sub_(theirs.exp_())
             else:
                 gap = theirs.neg_().add_(ours).sub_(divergence[part, None])
                 gradient = ours.exp_().mul_(gap)
-            return gradient.mul_(grad[part, None]).div_(softmax.temperature)
+            gradient = gradient.mul_(grad[part, None]).div_(softmax.temperature)
+            return gradient if of_cap is None else gradient.mul_(of_cap)
 
         return *compute_linear_gradients(ctx, hidden, weight, find_gradient), None, None, None, None
 

@@ -178,6 +178,7 @@ class OutputSoftmax:
     temperature: float
     tp_group: dist.ProcessGroup  # group over which the vocabulary is split evenly, in rank order
     chunk_tokens: int  # tokens whose logits exist at once
+    softcap: float | None = None  # c: logits z become c tanh(z / c), before the temperature
 
     def find_shard(self, weight: torch.Tensor) -> VocabShard:
         """Return the range of token ids whose output rows `weight` [v/tp, h] contains."""
@@ -188,8 +189,17 @@ class OutputSoftmax:
     ) -> torch.Tensor:
         """Map [c, h] to this rank's [c, width] logits over the temperature, in a new tensor."""
         shard = self.find_shard(weight)
-        z = scale_logits(hidden, weight[: shard.width], self.temperature)
+        z = hidden @ weight[: shard.width].t()
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        z = z if self.softcap is None else z.div_(self.softcap).tanh_().mul_(self.softcap)
+        z = z if self.temperature == 1.0 else z.div_(self.temperature)
         return z if kept is None else kept.mask(z, shard)
+
+    def find_slope(self, z: torch.Tensor) -> torch.Tensor | None:
+        """Return the derivative of the cap at scaled logits `z`, 0 for tokens outside of sets; `None` without a cap."""
+        if self.softcap is None:
+            return None
+        return (z * (self.temperature / self.softcap)).square_().neg_().add_(1.0).clamp_(min=0.0)
 
     def cut(self, num_tokens: int) -> list[slice]:
         """Cut tokens into chunks of `chunk_tokens`; no tokens are one empty chunk."""
@@ -235,7 +245,8 @@ class _LinearLogprobs(torch.autograd.Function):
         shard, parts, summaries = softmax.find_shard(weight), softmax.cut(len(hidden)), []
         # A single chunk's logits are kept for backward; the bits equal recomputed ones.
         is_reused = len(parts) == 1 and any(ctx.needs_input_grad)
-        kernels = choose_triton_kernels(hidden) if kept is None and shard.width and targets.ndim == 1 else None
+        is_plain = kept is None and softmax.softcap is None and targets.ndim == 1
+        kernels = choose_triton_kernels(hidden) if is_plain and shard.width else None
         for part in parts:
             if kernels is None:
                 logits = softmax.make_logits(hidden[part], weight, kept and kept[part])
@@ -274,7 +285,9 @@ class _LinearLogprobs(torch.autograd.Function):
                 z = hidden[part] @ weight[: shard.width].t() if logits is None else logits
                 return kernels.differentiate_logits(z, targets[part], shard.start, softmax.temperature, **factors)
             z = softmax.make_logits(hidden[part], weight, kept and kept[part]) if logits is None else logits
-            return compute_logits_gradient(z, targets[part], shard, **factors)
+            slope = softmax.find_slope(z)
+            gradient = compute_logits_gradient(z, targets[part], shard, **factors)
+            return gradient if slope is None else gradient.mul_(slope)
 
         return *compute_linear_gradients(ctx, hidden, weight, find_gradient), None, None, None
 
@@ -307,10 +320,3 @@ def compute_linear_gradients(
             of_weight[:width].add_(gradient.t() @ hidden[part])
         del gradient  # before the next chunk's logits are made
     return of_hidden, None if of_weight is None else of_weight.to(weight.dtype)
-
-
-def scale_logits(hidden: torch.Tensor, rows: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Map [c, h] and [width, h] to [c, width] logits over the temperature, in a new tensor."""
-    logits = hidden @ rows.t()
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if temperature == 1.0 else logits.div_(temperature)

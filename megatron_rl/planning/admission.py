@@ -180,7 +180,7 @@ def _list_choices(job: Job) -> Iterator[Choice]:
     cp_sizes = sorted(powers | {now_cp})
     offloads = sorted({now.offload, True})
     recomputations = sorted({"none", "full", now.recompute_granularity})
-    for tp in divisors(math.gcd(shape.num_heads, shape.num_kv_heads)):
+    for tp in divisors(math.gcd(shape.num_heads, shape.num_kv_heads, shape.full.num_kv_heads)):
         for pp in sorted({*divisors(shape.num_layers), now.pipeline_model_parallel_size}):
             split = job.config.actor.expert_tensor_parallel_size or tp
             if tp > node or world % (tp * pp) or split not in (1, tp):

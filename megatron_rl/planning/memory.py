@@ -41,9 +41,10 @@ from megatron_rl.planning.parameters import (
 )
 from megatron_rl.planning.role_layouts import DTYPE_BYTES, build_layout
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_layout import choose_chunk_tokens, count_stage_layers, padded_vocab_size
+from megatron_rl.weights.megatron_layout import choose_chunk_tokens, count_stage_layers, padded_vocab_size, stage_layers
 from megatron_rl.weights.quantization import is_quantized
 from megatron_rl.weights.row_shards import find_shard_places
+from megatron_rl.weights.support import count_cached
 
 # vLLM's default token budget of one engine step.
 ENGINE_BATCH_TOKENS = 8192
@@ -282,13 +283,15 @@ def _engine_phases(
         return [MemoryPhase(ENGINE_PHASES[1], resident)], 0, 0
     itemsize, tp, staged = DTYPE_BYTES[config.model.dtype], job.engine_tp, 0
     # Delta nets have a state of constant size.
-    attending = shape.num_layers - len(shape.delta_layers) + (rollout.draft_tokens > 0)
-    per_token = 2 * attending * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
-    if shape.latent is not None and caches_latents(job):
-        per_token = attending * shape.latent.cached * itemsize
+    layers = {*range(shape.num_layers + (rollout.draft_tokens > 0))} - {*shape.delta_layers}
     if job.engine_is_actor:
-        stage = job.layout.coordinates(rank).pp
-        own, per_token = 0, per_token * count_stage_layers(shape.num_layers, job.layout, stage) // shape.num_layers
+        stage, chunks = job.layout.coordinates(rank).pp, range(job.layout.vpp_size)
+        layers &= {n for chunk in chunks for n in stage_layers(shape.num_layers, job.layout, stage, chunk)}
+    per_token = count_cached(shape, layers, tp) * itemsize
+    if shape.latent is not None and caches_latents(job):
+        per_token = len(layers) * shape.latent.cached * itemsize
+    if job.engine_is_actor:
+        own = 0
     else:
         own, staged = count_own_bytes(job, rank), count_staged_bytes(job, rank)
     # vLLM's activations: hidden states of its largest batch, and logits of all sequences with float32 copies.
@@ -337,8 +340,10 @@ def count_layer_elements(
     """
     tp = layout.tp_size
     s = tp if sequence_parallel else 1
-    h, f, d = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
-    q, kv = shape.num_heads * d, shape.num_kv_heads * d
+    h, f = shape.hidden_size, shape.ffn_hidden_size
+    shapes = [shape.at(layer) for layer in range(shape.num_layers)]
+    q = shape.num_heads * sum(x.head_dim for x in shapes) / len(shapes)
+    kv = sum(x.num_kv_heads * x.head_dim for x in shapes) / len(shapes)
     if layout.cp_size == 1:
         attention = 3 * q + 3 * kv + (0 if fused else q)
     else:
@@ -395,6 +400,7 @@ def compute_activation_bytes(job: Job, rank: int, role: RoleSpec, is_update: boo
         if is_update:  # backward: two float32 copies, or one and its 16-bit gradient
             is_plain = not (algorithm.entropy_coef or job.spec.teachers)
             gradients = chunk * columns * (_FLOAT + (itemsize if is_plain else _FLOAT)) + hidden
+            gradients += chunk * columns * _FLOAT * (shape.logit_softcap is not None)  # the cap's derivative
             if job.adapters_of(role) is None:  # the output layer's gradient: chunks are summed in float32
                 gradients += columns * h * (itemsize if is_whole else _FLOAT)
             logits = max(logits, gradients)

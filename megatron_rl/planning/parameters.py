@@ -43,6 +43,7 @@ _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 # The order in which megatron-core's modules register their parameters.
 _ORDER = (
     "embedding.",
+    "layer_scalar",
     "input_layernorm.",
     "self_attention.conv_weight",
     "self_attention.A_log",
@@ -90,8 +91,8 @@ class Parameter:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the parameter is a router bias: in float32, without a gradient."""
-        return self.name.endswith(ROUTER_BIAS)
+        """Whether the parameter has no gradient: a router bias, in float32, or the scalar of a layer."""
+        return self.name.endswith((ROUTER_BIAS, "layer_scalar"))
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: 
         )
     elif is_tied:
         output = [p for p in output if not p.name.endswith(PADDED_PARAMETERS)]
-    chunks = []
+    chunks, special = [], {*model.delta_layers, *model.sliding_layers}
     for chunk in range(layout.vpp_size):
         is_first = pp_rank == 0 and chunk == 0
         is_last = pp_rank == layout.pp_size - 1 and chunk == layout.vpp_size - 1
@@ -134,7 +135,7 @@ def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: 
         layers = [
             replace(p, name=f"decoder.layers.{local}.{p.name}")
             for local, number in enumerate(numbers)
-            for p in (first if number < model.dense_layers or number in model.delta_layers else layer)
+            for p in (first if number < model.dense_layers or number in special else layer)
         ]
         chunks.append([*(embedding if is_first else ()), *layers, *(output if is_last else ())])
     return chunks
@@ -146,13 +147,13 @@ def _building_blocks(
 ) -> tuple[tuple[Parameter, ...], ...]:
     """Return the blocks of parameters from which any pipeline stage is assembled, read from a two-layer model.
 
-    The blocks are the embedding, a layer of `dense_layers` or `delta_layers`, any other layer, and the modules behind
-    the last layer.
+    The blocks are the embedding, a layer of `dense_layers`, `delta_layers` or `sliding_layers`, any other layer, and
+    the modules behind the last layer.
     """
     model = shape.base if isinstance(shape, AdapterShape) else shape
     assert not (model.dense_layers and model.delta_layers), "two sorts of layers"
-    other = dict(dense_layers=min(model.dense_layers, 1), delta_layers=(0,) if model.delta_layers else ())
-    small = replace(model, num_layers=2, **other)
+    layers = {name: getattr(model, name)[:1] and (0,) for name in ("delta_layers", "sliding_layers")}
+    small = replace(model, num_layers=2, dense_layers=min(model.dense_layers, 1), **layers)
     adapters = replace(shape, base=small) if isinstance(shape, AdapterShape) else None
     layout = ParallelLayout(2 * tp_size * ep_size, tp_size=tp_size, pp_size=2, ep_size=ep_size, etp_size=etp_size)
     tables = [megatron_placements(small, layout, layout.rank(pp=pp_rank)) for pp_rank in range(2)]
@@ -234,7 +235,8 @@ def compute_role_bytes(
     """
     size, frozen = DTYPE_BYTES[dtype], 0  # bytes per element; bytes of all frozen weights
     chunks = list_chunks(shape, layout, rank)
-    biases = sum(p.numel for chunk in chunks for p in chunk if p.is_frozen) * _MAIN_BYTES
+    sizes = {ROUTER_BIAS: _MAIN_BYTES, "layer_scalar": size}  # of untrained parameters, which are not sharded
+    biases = sum(p.numel * sizes[end] for chunk in chunks for p in chunk for end in sizes if p.name.endswith(end))
     chunks = [[p for p in chunk if not p.is_frozen] for chunk in chunks]
     if upkeep.is_fully_sharded:
         held, owned = _count_shards([p for chunk in chunks for p in chunk], layout, rank)
@@ -323,7 +325,7 @@ def caches_latents(job: Job) -> bool:
     """Return whether the engines cache latents."""
     if job.shape.latent is None:
         return False
-    from megatron_rl.weights.special_parts import has_latent_cache
+    from megatron_rl.weights.head_sizes import has_latent_cache
 
     is_gpu = job.cluster.has_fused_attention
     return has_latent_cache(job.shape.latent, job.config.rollout, job.config.model.dtype, is_gpu=is_gpu)
@@ -392,7 +394,7 @@ def compute_engine_bytes(shape: ModelShape, tp_size: int, itemsize: int, coded: 
 
 def _find_likes(shape: ModelShape) -> list[int]:
     """Return for each layer the first layer with parameters of the same names and sizes."""
-    firsts: dict[tuple[bool, bool], int] = {}
+    firsts: dict[tuple[bool, bool, bool], int] = {}
     return [firsts.setdefault(shape.sort_of(layer), layer) for layer in range(shape.num_layers)]
 
 

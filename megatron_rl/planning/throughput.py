@@ -81,7 +81,8 @@ def read_peak(name: str) -> float | None:
 
 def count_operations(shape: ModelShape, length: float) -> float:
     """Return operations per token of a forward pass through a sequence of `length` tokens."""
-    h, scored = shape.hidden_size, shape.num_heads * (shape.head_dim + shape.value_dim)
+    h, shapes = shape.hidden_size, [shape.at(layer) for layer in range(shape.num_layers)]
+    scored = shape.num_heads * sum(one.head_dim + one.value_dim for one in shapes) / len(shapes)
     layer = shape.attention_elements + 3 * h * shape.active_columns + h * shape.num_experts
     head = 0 if shape.has_score_head else h * shape.vocab_size
     attending = shape.num_layers - len(shape.delta_layers)

@@ -287,7 +287,8 @@ def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> 
     if (cp_size := layout.cp_size) > 1:
         from megatron_rl.weights.support import check_context_parallel
 
-        check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, cp_size, section=spec.section)
+        for kv_heads in {shape.num_kv_heads, shape.full.num_kv_heads}:
+            check_context_parallel(shape.num_heads, kv_heads, layout.tp_size, cp_size, section=spec.section)
     if not shape.num_experts or not spec.trainable or spec.training.step_mode != "graph":
         return layout
     section = spec.section

@@ -470,6 +470,7 @@ class LogprobHead:
             temperature=temperature,
             tp_group=model.groups.tp,
             chunk_tokens=-(-chunk_tokens // self._multiple) * self._multiple,
+            softcap=model.shape.logit_softcap,
         )
 
     def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:

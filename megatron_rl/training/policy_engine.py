@@ -11,6 +11,7 @@ parallel ranks are separate engines.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
@@ -29,17 +30,17 @@ from megatron_rl.models.stages import HiddenStatesModel, gather_for_shards
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.collectives import broadcast_tensors, gather_rows
 from megatron_rl.parallel.vocab_parallel import (
+    OutputSoftmax,
     PackedKeptSets,
     compute_summary,
-    find_vocab_shard,
     gather_summaries,
     merge_summaries,
-    scale_logits,
 )
 from megatron_rl.samples.batch import MicrobatchSlice, SegmentKeys, move_to_device
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import KeptSets, UserError
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
+from megatron_rl.weights.support import list_cache_sizes
 
 _BLOCK_SIZE = 16
 _STEP_TOKENS = 4096
@@ -63,7 +64,8 @@ class PolicyEngine:
         self._leader = ranks[-(len(ranks) // model.groups.layout.pp_size)]  # the first of the last stage
         layers = [module for module in model.stages.modules() if isinstance(module, PackedAttention)]
         self._layer_numbers = [layer.layer_number for layer in layers]
-        self._heads = model.shape.num_kv_heads // model.groups.layout.tp_size
+        numbers = [number - 1 for number in self._layer_numbers]
+        self._sizes = list_cache_sizes(model.shape, numbers, model.groups.layout.tp_size)
         num_blocks = self._count_blocks(spec)
         self._num_slots = num_blocks * _BLOCK_SIZE + model.pad_multiple  # slots behind the last block hold padding
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -82,8 +84,7 @@ class PolicyEngine:
         """Return the number of cache blocks, at most for `max_num_seqs` full sequences."""
         config, device = spec.config, spec.process.device
         longest = -(-(spec.max_prompt_length + spec.max_response_length) // _BLOCK_SIZE)
-        per_block = 2 * len(self._layer_numbers) * self._heads * self._model.shape.head_dim * self._dtype.itemsize
-        per_block *= _BLOCK_SIZE
+        per_block = 2 * _BLOCK_SIZE * sum(map(math.prod, self._sizes)) * self._dtype.itemsize
         if config.kv_cache_gib is not None:
             fitting = int(config.kv_cache_gib * (1 << 30)) // per_block
             if fitting < longest:
@@ -148,11 +149,17 @@ class PolicyEngine:
         tp_group, stage = model.groups.tp, model.stages[-1]
         assert isinstance(stage, HiddenStatesModel), "a language model"
         weight = stage.output_weight
-        shard = find_vocab_shard(model.shape.vocab_size, len(weight), tp_group.rank())
         whole = gather_for_shards(hidden, sequence_parallel=model.config.sequence_parallel, tp_group=tp_group)[:, 0]
         count, padding = len(last), max(0, MIN_ROWS - len(last))  # batch invariance
         last = F.pad(last, (0, padding))
-        z = scale_logits(whole[last], weight[: shard.width], sampling.temperature or 1.0)  # [b, v/tp]
+        softmax = OutputSoftmax(
+            vocab_size=model.shape.vocab_size,
+            temperature=sampling.temperature or 1.0,
+            tp_group=tp_group,
+            chunk_tokens=len(last),
+            softcap=model.shape.logit_softcap,
+        )
+        z, shard = softmax.make_logits(whole[last], weight), softmax.find_shard(weight)  # [b, v/tp]
         scores = z
         if tp_group.size() > 1:
             columns = F.pad(z, (0, len(weight) - shard.width)).t().contiguous()  # [v/tp with padding, b]
@@ -198,9 +205,8 @@ class PolicyEngine:
     def _describe(self, rows: PagedRows, positions: torch.Tensor) -> PackedSequences:
         device, shape = self._model.device, self._model.shape
         if not self._layers:
-            size = (2, self._num_slots, self._heads, shape.head_dim)
-            for number in self._layer_numbers:
-                keys, values = torch.empty(size, dtype=self._dtype, device=device)
+            for number, size in zip(self._layer_numbers, self._sizes, strict=True):
+                keys, values = torch.empty((2, self._num_slots, *size), dtype=self._dtype, device=device)
                 self._layers[number] = keys, values
         bounds, key_bounds, slots, key_slots = (
             move_to_device(values, device) for values in (rows.bounds, rows.key_bounds, rows.slots, rows.key_slots)

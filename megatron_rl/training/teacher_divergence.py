@@ -29,6 +29,7 @@ class TeacherDivergence:
 
     def __init__(self, model: PackedModel, teacher: LearnedTeacher) -> None:
         self._direction, self._weight = teacher.config.direction, None
+        self._softcap = teacher.shape.logit_softcap
         if teacher.config.kind != "full" or not model.groups.is_last_stage:
             return
         tp_size, shape = model.layout.tp_size, replace(teacher.shape, vocab_size=model.shape.vocab_size)
@@ -62,7 +63,7 @@ class TeacherDivergence:
             return None
         assert self._weight is not None, "it is read for kind full"
         theirs = _take(microbatch.teacher_hidden, places, len(states)).to(self._weight.dtype)
-        return compute_linear_divergence(states, weight, theirs, self._weight, self._direction, softmax)
+        return compute_linear_divergence(states, weight, theirs, self._weight, self._direction, softmax, self._softcap)
 
 
 def compute_top_k_divergence(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, direction: str) -> torch.Tensor:

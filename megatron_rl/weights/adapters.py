@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.config.sections import ALL_LINEAR, LoraConfig
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, FUSED_KINDS, SCORE_HEAD, ModelShape
+from megatron_rl.weights.head_sizes import FullHeads, LatentSizes
 from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, TableRows
 from megatron_rl.weights.rope import restore_rope_scaling
 from megatron_rl.weights.shard_box import columns, full_box, rows
-from megatron_rl.weights.special_parts import DeltaNetSizes, LatentSizes, SigmoidRouter
+from megatron_rl.weights.special_parts import DeltaNetSizes, SigmoidRouter
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +87,7 @@ class AdapterShape:
 def list_matrices(shape: ModelShape) -> dict[str, str]:
     """Return the kinds of a layer's matrices that can have adapters, by PEFT's module name."""
     family, names = FAMILIES[shape.family], FAMILIES[shape.family].experts
-    if family.fuses or family.has_sinks or shape.latent is not None or shape.delta_layers:
+    if family.fuses or family.has_sinks or shape.latent is not None or shape.delta_layers or family.has_full_heads:
         return {}
     if shape.router is not None:  # PEFT names cannot tell experts from other MLPs
         return dict(_ATTENTION)
@@ -96,11 +97,14 @@ def list_matrices(shape: ModelShape) -> dict[str, str]:
 def read_shape(saved: Mapping[str, Any]) -> ModelShape | AdapterShape:
     """Restore a shape from `dataclasses.asdict`."""
     if "base" not in saved:
-        router, scaling, latent, net = (saved.get(name) for name in ("router", "rope_scaling", "latent", "delta_net"))
+        router, scaling, latent, net, heads = (
+            saved.get(name) for name in ("router", "rope_scaling", "latent", "delta_net", "full_heads")
+        )
         nested = dict(
             router=router and SigmoidRouter(**router),
             latent=latent and LatentSizes(**latent),
             delta_net=net and DeltaNetSizes(**net),
+            full_heads=heads and FullHeads(**heads),
             rope_scaling=scaling and restore_rope_scaling(scaling),
             **{name: tuple(saved.get(name, ())) for name in ("unrotated_layers", "sliding_layers", "delta_layers")},
         )

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.types import RouteShape
-from megatron_rl.weights.family import CONV_PARTS, FAMILIES, PROJECTION_KINDS, QKV_PARTS
+from megatron_rl.weights.family import CONV_PARTS, FAMILIES, FULL, PROJECTION_KINDS, QKV_PARTS
 
 if TYPE_CHECKING:
+    from megatron_rl.weights.head_sizes import FullHeads, LatentSizes
     from megatron_rl.weights.rope import RopeScaling
-    from megatron_rl.weights.special_parts import DeltaNetSizes, LatentSizes, SigmoidRouter
+    from megatron_rl.weights.special_parts import DeltaNetSizes, SigmoidRouter
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ATTENTION_KINDS = {
@@ -33,15 +35,6 @@ MTP_KINDS = {
     "enorm.weight": "hidden",
     "hnorm.weight": "hidden",
     "shared_head.norm.weight": "hidden",
-}
-# Tensors of latent attention -> kinds. Without a query latent, `q_proj` replaces the first three.
-LATENT_KINDS = {
-    "q_a_proj": "q_down",
-    "q_a_layernorm": "q_latent_norm",
-    "q_b_proj": "q_up",
-    "kv_a_proj_with_mqa": "kv_down",
-    "kv_a_layernorm": "kv_latent_norm",
-    "kv_b_proj": "kv_up",
 }
 # Kinds of fused checkpoint tensors -> kinds of their parts, stacked by rows.
 FUSED_KINDS = {
@@ -70,6 +63,8 @@ class ModelShape:
         sliding_rope_theta: rotary base of these layers, without scaling; 0 if as in other layers.
         attention_scale: factor of attention scores; 1/sqrt(head_dim) if `None`.
         delta_layers: gated delta nets, of sizes `delta_net`.
+        full_heads: sizes of heads in layers without a window, if of their own; scores are then unscaled.
+        logit_softcap: c of the capped logits c tanh(z / c); not capped if `None`.
         mtp_layer: if not 0, the shape is only that layer, which follows a model's last one (multi-token prediction,
             arXiv 2412.19437).
     """
@@ -106,6 +101,8 @@ class ModelShape:
     latent: LatentSizes | None = None
     delta_net: DeltaNetSizes | None = None
     delta_layers: tuple[int, ...] = ()
+    full_heads: FullHeads | None = None
+    logit_softcap: float | None = None
     mtp_layer: int = 0
 
     @property
@@ -133,22 +130,16 @@ class ModelShape:
             "o.bias": (h,),
             "shared_router": (1, h),
             "mtp_proj": (h, 2 * h),
+            "layer_scalar": (1,),
         }
         for prefix, size in self.ffn_sizes().items():
             sizes |= {f"{prefix}gate": (size, h), f"{prefix}up": (size, h), f"{prefix}down": (h, size)}
             sizes |= {f"{prefix}gate.bias": (size,), f"{prefix}up.bias": (size,), f"{prefix}down.bias": (h,)}
         for name, size in (("q", q), ("k", kv), ("v", kv)):
             sizes |= {f"{name}.weight": (size, h), f"{name}.bias": (size,), f"{name}.norm": (size,)}
-        if (latent := self.latent) is not None:
-            sizes |= {
-                "q_down": (latent.query, h),
-                "q_latent_norm": (latent.query,),
-                "q_up": (q, latent.query or h),
-                "kv_down": (latent.key_value + latent.rotary, h),
-                "kv_latent_norm": (latent.key_value,),
-                "kv_up": (self.num_heads * (self.head_dim - latent.rotary + latent.value), latent.key_value),
-            }
+        sizes |= self.latent.kind_sizes(h, self.num_heads, self.head_dim) if self.latent else {}
         sizes |= self.delta_net.kind_sizes(h) if self.delta_net else {}
+        sizes |= self.full_heads.name(self.full.kind_sizes()) if self.full_heads else {}
         fused = {kind: [sizes[part] for part in parts] for kind, parts in FUSED_KINDS.items() if parts[0] in sizes}
         return sizes | {kind: (sum(n for n, *_ in parts), *parts[0][1:]) for kind, parts in fused.items()}
 
@@ -167,16 +158,23 @@ class ModelShape:
         sizes = {"": self.ffn_hidden_size, DENSE: self.dense_ffn_size, SHARED: self.shared_ffn_size}
         return {prefix: size for prefix, size in sizes.items() if size}
 
-    @property
+    @cached_property
     def attention_elements(self) -> int:
         """Average elements of attention matrices per layer."""
-        sizes, total = self.kind_sizes(), 0
-        nets = len(self.delta_layers)
-        for is_net, count in ((True, nets), (False, self.num_layers - nets)):
-            if count:
-                kinds = _ATTENTION_KINDS.intersection(self._attention_kinds(is_net).values())
-                total += count * sum(sizes[kind][0] * sizes[kind][1] for kind in kinds)
-        return total // self.num_layers
+        sizes, layers = self.kind_sizes(), map(self.sort_of, range(self.num_layers))
+        kinds = (kind for _, *sort in layers for kind in self._attention_kinds(*sort).values())
+        matrices = (sizes[kind] for kind in kinds if kind.removeprefix(FULL) in _ATTENTION_KINDS)
+        return sum(size[0] * size[1] for size in matrices) // self.num_layers
+
+    @cached_property
+    def full(self) -> ModelShape:
+        """The model with the heads of its full layers in all layers."""
+        heads = self.full_heads
+        return replace(self, num_kv_heads=heads.kv_heads, head_dim=heads.head_dim, full_heads=None) if heads else self
+
+    def at(self, layer: int) -> ModelShape:
+        """Return the model with the heads of one layer in all layers."""
+        return self if layer in self.sliding_layers else self.full
 
     @property
     def active_columns(self) -> float:
@@ -191,9 +189,9 @@ class ModelShape:
         """Return whether a layer is a mixture of experts."""
         return self.num_experts > 0 and layer >= self.dense_layers
 
-    def sort_of(self, layer: int) -> tuple[bool, bool]:
-        """Return (has experts, is a gated delta net), equal for layers with equal tensors."""
-        return self.has_experts(layer), layer in self.delta_layers
+    def sort_of(self, layer: int) -> tuple[bool, bool, bool]:
+        """Return (has experts, is a gated delta net, has `full_heads`), equal for layers with equal tensors."""
+        return self.has_experts(layer), layer in self.delta_layers, self.at(layer) is not self
 
     @property
     def mtp(self) -> ModelShape:
@@ -214,7 +212,8 @@ class ModelShape:
         """Return the kind of each tensor of a layer but experts, by HF name in the layer, in checkpoint order."""
         family = FAMILIES[self.family]
         (first, first_kind), *norms = family.norms
-        kinds = {f"{first}.weight": first_kind} | self._attention_kinds(layer in self.delta_layers)
+        kinds = {"layer_scalar": "layer_scalar"} if family.has_full_heads else {}
+        kinds |= {f"{first}.weight": first_kind} | self._attention_kinds(*self.sort_of(layer)[1:])
         kinds |= {f"{norm}.weight": kind for norm, kind in norms}
         names = family.experts
         if names is None or not self.has_experts(layer):
@@ -233,13 +232,12 @@ class ModelShape:
                 kinds[f"{names.block}.{names.shared_gate}.weight"] = "shared_router"
         return kinds
 
-    def _attention_kinds(self, is_delta_net: bool) -> dict[str, str]:
+    def _attention_kinds(self, is_delta_net: bool, is_full: bool) -> dict[str, str]:
         if is_delta_net and self.delta_net is not None:
             return {f"linear_attn.{name}": kind for name, kind in self.delta_net.tensor_kinds.items()}
         family, kinds = FAMILIES[self.family], dict[str, str]()
         if self.latent is not None:
-            named = LATENT_KINDS if self.latent.query else {"q_proj": "q_up", **dict([*LATENT_KINDS.items()][3:])}
-            kinds |= {f"self_attn.{name}.weight": kind for name, kind in named.items()}
+            kinds |= {f"self_attn.{name}.weight": kind for name, kind in self.latent.tensor_kinds.items()}
         elif "qkv" in family.fuses:
             kinds["self_attn.qkv_proj.weight"] = "qkv"
         else:
@@ -249,6 +247,8 @@ class ModelShape:
         if self.qk_norm:
             kinds |= {f"self_attn.{x}_norm.weight": f"{x}.norm" if family.norms_all_heads else "head" for x in "qk"}
         kinds["self_attn.o_proj.weight"] = "o"
+        if is_full and self.full_heads is not None:
+            kinds = self.full_heads.rename(kinds)
         return kinds | ({"self_attn.o_proj.bias": "o.bias", "self_attn.sinks": "sinks"} if family.has_sinks else {})
 
     def expert_kinds(self, expert: int) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+FULL = "full_"  # prefix of the kinds of heads of `ModelShape.full_heads`
 # Kinds of tensors of gated delta nets.
 CONV_PARTS = ("delta_conv.q", "delta_conv.k", "delta_conv.v")  # stacked by rows
 QKV_PARTS = ("delta_q", "delta_k", "delta_v")  # likewise
@@ -75,6 +76,7 @@ class Family:
     # (Qwen3-Next).
     has_delta_nets: bool = False
     splits_projections: bool = False  # see `DeltaNetSizes.is_split` (Qwen3.5)
+    has_full_heads: bool = False  # full layers have heads of their own; values are normalized, layers scaled (Gemma 4)
     experts: ExpertNames | None = None  # names in a mixture of experts; `None` if dense
     scoring: str | None = None  # transformers class with a score head, if irregular
     vllm_module: str | None = None  # vLLM's module, if not named after the family
@@ -95,6 +97,20 @@ class Family:
 _SIGMOID_EXPERTS = ExpertNames(shared="shared_experts", bias="gate.e_score_correction_bias")
 _MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe", "w1", "w3", "w2", "intermediate_size")
 _GATED_EXPERTS = ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate", is_shared_whole=True)
+_GEMMA: dict[str, Any] = dict(
+    qk_norm=True,
+    activations=("gelu_pytorch_tanh",),
+    ties_by_default=True,
+    norms=(
+        ("input_layernorm", "input_norm"),
+        ("post_attention_layernorm", "attention_output_norm"),
+        ("pre_feedforward_layernorm", "mlp_norm"),
+        ("post_feedforward_layernorm", "mlp_output_norm"),
+    ),
+    alternates_windows=True,
+    rope_theta=1e6,
+    scales_embedding=True,
+)
 _DELTA_NETS: dict[str, Any] = dict(qk_norm=True, partial_rotary=0.25, zero_centered_norms=True, has_delta_nets=True)
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
@@ -111,21 +127,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        qk_norm=True,
-        activations=("gelu_pytorch_tanh",),
-        ties_by_default=True,
-        norms=(
-            ("input_layernorm", "input_norm"),
-            ("post_attention_layernorm", "attention_output_norm"),
-            ("pre_feedforward_layernorm", "mlp_norm"),
-            ("post_feedforward_layernorm", "mlp_output_norm"),
-        ),
-        alternates_windows=True,
-        rope_theta=1e6,
         zero_centered_norms=True,
-        scales_embedding=True,
         scoring="Gemma3TextForSequenceClassification",
         vllm_module="gemma3",
+        **_GEMMA,
+    ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM", has_full_heads=True, vllm_module="gemma4", image_text="gemma4", **_GEMMA
     ),
     "phi3": Family("Phi3ForCausalLM", fuses=("qkv", "gate_up"), partial_rotary=1.0, honors_sliding_window=True),
     "glm4": Family(

@@ -4,7 +4,7 @@
 Names come from `nn.ModuleList(model_chunks).named_parameters()`: chunk number, then the GPTModel's name.
 
 * `linear_qkv`: `[q; k; v]` of this rank's heads, as in the engine (`models/attention.py`; megatron-core interleaves KV
-  groups), in whole KV groups;
+  groups), in whole KV groups; `[q; k]` if values are outputs of the keys' projection;
 * `linear_fc1`: `[gate; up]` of this rank's columns;
 * latent attention: whole down-projections, up-projections sharded by heads;
 * gated delta nets: `in_proj` is `[qkvz; ba]` of this rank's key heads, or `[q; k; v; z; b; a]` if split in the
@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.weights.families import DENSE, FUSED_KINDS, MTP_KINDS, SCORE_HEAD, SHARED, ModelShape
-from megatron_rl.weights.family import CONV_PARTS, PROJECTION_KINDS
+from megatron_rl.weights.family import CONV_PARTS, FULL, PROJECTION_KINDS
 from megatron_rl.weights.placement_tables import PlacementTable, Row, Share, TableRows, list_parts, split_boxes
 from megatron_rl.weights.shard_box import Box, full_box, rows
 
@@ -157,6 +157,7 @@ _MATRICES = {
     "sinks": "self_attention.core_attention.softmax_offset",
     "o.bias": "self_attention.linear_proj.bias",
     "shared_router": "mlp.shared_experts.gate_weight",
+    "layer_scalar": "layer_scalar",
     **dict.fromkeys(PROJECTION_KINDS, "self_attention.in_proj.weight"),
     "delta_norm": "self_attention.norm.weight",
     "delta_o": "self_attention.linear_proj.weight",
@@ -171,6 +172,7 @@ for prefix, mlp in (("", "mlp"), (DENSE, "mlp"), (SHARED, "mlp.shared_experts"))
 
 def layer_parameter(hf_name: str, kind: str) -> str:
     """Return the Megatron name, relative to the layer, of an HF tensor's parameter; for experts, as in a dense MLP."""
+    kind = kind.removeprefix(FULL)
     if kind == "head":  # q_norm and k_norm
         return hf_name.replace("self_attn", "self_attention").replace("_norm", "_layernorm")
     if kind == "delta_head":
@@ -242,7 +244,7 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
         if shape.latent is not None or layer in shape.delta_layers:  # nor is a norm before two down-projections
             del fused["input_norm"]
         ours, stack, leading = "decoder.layers.", (shape.num_layers,), (layer,)
-        if shape.dense_layers or shape.delta_layers:  # unequal layers cannot be stacked
+        if shape.dense_layers or shape.delta_layers or shape.full_heads:  # unequal layers cannot be stacked
             ours, stack, leading = f"decoder.layers.{layer}.", (), ()
         for name, kind in shape.layer_kinds(layer).items():
             if name.startswith("linear_attn."):
@@ -285,6 +287,7 @@ def _cut_kinds(shape: ModelShape) -> dict[str, _Cut]:
         for kind in (f"{name}.weight", f"{name}.bias"):
             cuts[kind] = cuts[kind]._replace(groups=groups, first=first, group_rows=q_rows + 2 * d)
     cuts["q.weight"] = cuts["q.weight"]._replace(heads=shape.num_heads // groups)
+    cuts |= shape.full_heads.name_cuts(_cut_kinds(shape.full)) if shape.full_heads else {}
     for prefix, ffn in shape.ffn_sizes().items():
         for half, kind in enumerate((f"{prefix}gate", f"{prefix}up")):
             for one in (kind, f"{kind}.bias"):

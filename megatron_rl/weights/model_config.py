@@ -101,8 +101,8 @@ _OPTIONS = {
     **dict.fromkeys(("num_key_value_heads", "head_dim", "rotary_dim"), COUNT),
     **dict.fromkeys(("hidden_act", "hidden_activation"), TEXT),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "use_qk_norm", "norm_topk_prob"), FLAG),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config"), OBJECT),
-    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), POSITIVE),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config", "per_layer_config"), OBJECT),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "final_logit_softcapping"), POSITIVE),
     "initializer_range": NOT_NEGATIVE,
     "partial_rotary_factor": SHARE,
     "original_max_position_embeddings": TWO,
@@ -110,7 +110,7 @@ _OPTIONS = {
     "no_rope_layers": COUNTS,
     **dict.fromkeys(("no_rope_layer_interval", "sliding_window_pattern", "full_attention_interval"), COUNT),
     **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers", "n_shared_experts", "q_lora_rank"), COUNT_OR_ZERO),
-    **dict.fromkeys(("n_group", "topk_group"), COUNT_OR_ZERO),
+    **dict.fromkeys(("n_group", "topk_group", "hidden_size_per_layer_input"), COUNT_OR_ZERO),
 }
 _ROPE = {
     **dict.fromkeys(("rope_type", "type"), TEXT),
@@ -145,7 +145,7 @@ def check_config(config: Mapping[str, Any], family: Family, source: str) -> None
             sizes["shared_expert_intermediate_size"] = COUNT
     if family.alternates_windows or family.has_sinks:
         sizes["sliding_window"] = COUNT
-    if family.alternates_windows:
+    if family.alternates_windows and not family.has_full_heads:
         sizes["query_pre_attn_scalar"] = POSITIVE
     sizes |= (_LATENTS if family.has_latent_attention else {}) | (_DELTA_NETS if family.has_delta_nets else {})
     check_kinds(config, sizes, source, may_be_null=False)
@@ -380,7 +380,7 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
     if not family.is_plain:
         from megatron_rl.weights.special_parts import refuse_special
 
-        config = refuse_special(config, family, rope, source)
+        config, rope = refuse_special(config, family, rope, source)
     refused = {
         "hidden_act": (config.get("hidden_act") or family.activations[0]) not in family.activations,
         "hidden_activation": config.get("hidden_activation") not in (None, family.activations[0]),

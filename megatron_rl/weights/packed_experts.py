@@ -179,9 +179,14 @@ def _is_fused(name: str, param: torch.Tensor) -> bool:
     return param.ndim == (2 if name.endswith("bias") else 3) and ".experts." in name
 
 
-def list_huggingface_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of a transformers model, and its router biases, which are buffers."""
-    names = {family.experts.bias for family in FAMILIES.values() if family.experts and family.experts.bias}
+def list_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of a model of transformers or vLLM, and the weights that are buffers.
+
+    These are router biases of the former, and scalars of layers.
+    """
+    names = {"layer_scalar"} | {
+        family.experts.bias for family in FAMILIES.values() if family.experts and family.experts.bias
+    }
     biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(tuple(names))}
     return {**dict(model.named_parameters()), **biases}
 

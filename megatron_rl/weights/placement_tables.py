@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from megatron_rl.weights.families import FUSED_KINDS, LATENT_KINDS, NORM_KINDS, ModelShape
+from megatron_rl.weights.families import FUSED_KINDS, NORM_KINDS, ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
 
 Row = tuple[str, str, Hashable]  # parameter, HF tensor, kind
@@ -100,7 +100,7 @@ def split_boxes(
     tp_size, tp_rank = of_layer
     sizes, d = shape.kind_sizes(), shape.head_dim
     start, stop = (min((tp_rank + end) * vocab_rows, shape.vocab_size) for end in (0, 1))
-    boxes = {kind: (full_box(sizes[kind]), full_box(sizes[kind])) for kind in _WHOLE}
+    boxes = {kind: (full_box(sizes[kind]), full_box(sizes[kind])) for kind in (*_WHOLE, "layer_scalar")}
     boxes["vocab"] = rows(0, stop - start, sizes["vocab"]), rows(start, stop, sizes["vocab"])
     q_size, kv_size = shape.num_heads // tp_size * shape.query_dim, max(shape.num_kv_heads // tp_size, 1) * d
     kv_start, base = tp_rank * shape.num_kv_heads // tp_size * d, 0
@@ -112,14 +112,12 @@ def split_boxes(
     heads = shape.num_heads // tp_size
     boxes["sinks"] = rows(0, heads, sizes["sinks"]), rows(tp_rank * heads, (tp_rank + 1) * heads, sizes["sinks"])
     boxes["o"] = columns(0, o_size, sizes["o"]), columns(tp_rank * o_size, (tp_rank + 1) * o_size, sizes["o"])
-    for kind in LATENT_KINDS.values() if shape.latent else ():
-        parts = tp_size if kind in ("q_up", "kv_up") else 1  # down-projections and norms are whole
-        size, rank = sizes[kind][0] // parts, tp_rank % parts
-        boxes[kind] = rows(0, size, sizes[kind]), rows(rank * size, (rank + 1) * size, sizes[kind])
+    boxes |= shape.latent.split(sizes, *of_layer) if shape.latent else {}
     if shape.delta_net is not None:
         from megatron_rl.weights.special_parts import split_delta_net
 
         boxes |= split_delta_net(sizes, shape.delta_net.projections, *of_layer)
+    boxes |= shape.full_heads.name(split_boxes(shape.full, of_layer, vocab_rows)) if shape.full_heads else {}
     for prefix, columns_of_all in shape.ffn_sizes().items():
         count, index = of_expert if of_expert and shape.num_experts and not prefix else of_layer
         gate, up, down, ffn = f"{prefix}gate", f"{prefix}up", f"{prefix}down", columns_of_all // count

@@ -8,6 +8,7 @@
 * gpt-oss: gates and ups alternate by rows, as two views; `w2_bias` is on the first rank only, as results are summed;
 * gated delta nets: `in_proj_qkvz` and `in_proj_ba` as in the checkpoint, or `[q; k; v; z]` and `[b; a]` if split there;
 * latent attention: nothing is fused; with a latent cache, views of the down-projections that vLLM fuses;
+* values that are the keys' projections: a second copy of their rows, `[q; k; k]`;
 * plain HF (transformers, checkpoints): nothing is fused.
 """
 
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.extension.registry import ENGINES, name_engines
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import SHARED, ModelShape
-from megatron_rl.weights.family import FAMILIES
+from megatron_rl.weights.family import FAMILIES, FULL
 from megatron_rl.weights.packed_experts import is_packed
 from megatron_rl.weights.placement_tables import PlacementTable, Share, TableRows, list_parts, split_boxes
 from megatron_rl.weights.shard_box import ShardBox, full_box
@@ -46,13 +47,13 @@ def check_engine(
             expected=name_engines("delta_nets"),
             hint=f"set rollout.engine={name_engines('delta_nets')}; on a CPU, one that serves it there",
         )
-    if quantization != "none" and (shape.num_experts or shape.delta_net is not None):
+    if quantization != "none" and (shape.num_experts or shape.delta_net is not None or shape.full_heads is not None):
         raise UserError(
             f"rollout.quantization={quantization} with "
             + ("a mixture of experts" if shape.num_experts else f"a {shape.family} model"),
             source="rollout.quantization",
-            expected="a dense model whose layers attend: kernels of experts take no codes with a scale per row, and "
-            "linear attention is not tried",
+            expected="a dense model whose layers attend alike: kernels of experts take no codes with a scale per row, "
+            "and linear attention and heads of two sizes are not tried",
             hint="set rollout.quantization=none",
         )
     if adapters is not None and adapters.rank > LARGEST_RANK:
@@ -136,9 +137,15 @@ def _list_rows(shape: ModelShape, experts: Share, is_first: bool) -> TableRows:
         (_find_param(name, kind, packed, mine.start), name, _ALONE.get(boxes, boxes))
         for name, kind in shape.tensor_kinds().items()
         if (expert := _find_expert(name)) is None or expert in mine
-        for _, boxes in list_parts(kind)
+        for boxes in _list_boxes(shape, kind)
         if is_first or kind != "down.bias"
     )
+
+
+def _list_boxes(shape: ModelShape, kind: str) -> list[str]:
+    found = [boxes for _, boxes in list_parts(kind)]
+    is_shared = shape.full_heads is not None and shape.full_heads.shares_values and kind == f"{FULL}k.weight"
+    return [*found, f"{FULL}v.weight"] if is_shared else found
 
 
 _ALONE = {kind: f"{kind}.alone" for kind in ("delta_ba", "delta_b", "delta_a")}  # boxes if not fused with qkvz

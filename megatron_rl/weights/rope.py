@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.weights.family import rope_type_of
+from megatron_rl.weights.family import FAMILIES, rope_type_of
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,14 @@ class LongropeScaling:
     attention_factor: float
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongropeScaling
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Rotation of the first `share` of channel pairs, with the frequencies that they have if all rotate (Gemma 4)."""
+
+    share: float
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongropeScaling | ProportionalScaling
 
 
 def compute_yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -107,6 +114,10 @@ def scale_frequencies(periods: torch.Tensor, theta: float, scaling: RopeScaling)
         case LongropeScaling():
             factors = torch.tensor(scaling.short_factor, dtype=torch.float32, device=periods.device)
             return 1.0 / (factors * periods), scaling.attention_factor
+        case ProportionalScaling():
+            frequencies = 1.0 / periods
+            frequencies[int(scaling.share * len(periods)) :] = 0.0  # an angle of 0 does not change a bit
+            return frequencies, 1.0
 
 
 def list_conditions(scaling: RopeScaling, rotated: int) -> dict[str, bool]:
@@ -173,12 +184,13 @@ _READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], RopeScaling
     "yarn": _read_yarn,
     "longrope": _read_longrope,
     "su": _read_longrope,  # its first name
+    "proportional": lambda rope, config: ProportionalScaling(float(rope.get("partial_rotary_factor") or 1.0)),
 }
 
 
 def restore_rope_scaling(saved: Mapping[str, Any]) -> RopeScaling:
     """Restore a scaling from `dataclasses.asdict`."""
-    for record in (LinearScaling, Llama3Scaling, YarnScaling, LongropeScaling):
+    for record in (LinearScaling, Llama3Scaling, YarnScaling, LongropeScaling, ProportionalScaling):
         if {field.name for field in fields(record)} == saved.keys():
             values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
             return record(**values)
@@ -192,6 +204,8 @@ def is_served(rope: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
         rope: `rope_parameters` or `rope_scaling` of config.json, with a type.
     """
     kind = rope_type_of(rope)
+    if kind == "proportional":  # vLLM ignores its factor
+        return FAMILIES[str(config["model_type"])].has_full_heads and rope.get("factor") in (None, 1.0)
     if kind not in ("longrope", "su"):
         return kind in _READERS
     expected = _read_longrope(rope, config)

@@ -2,8 +2,8 @@
 """Placement of logical tensors in Megatron's parameters if data parallel ranks shard their rows (ZeRO-3).
 
 FSDP splits n rows like `torch.chunk`: shard i of d has rows [i c, (i + 1) c), c = ceil(n / d), as far as they exist.
-Boxes are cut accordingly, possibly to empty ones, so that data parallel ranks share the table's rows. Router biases,
-which are not trained, are not sharded.
+Boxes are cut accordingly, possibly to empty ones, so that data parallel ranks share the table's rows. Router biases
+and scalars of layers, which are not trained, are not sharded.
 """
 
 from __future__ import annotations
@@ -77,13 +77,14 @@ def _cut_boxes(
     vocab_rows = padded_vocab_size(shape.vocab_size, of_layer.count) // of_layer.count
     boxes = split_boxes(shape, of_layer, vocab_rows, of_expert)
     num_rows = {kind: local_box[0][1] for kind, (local_box, _) in boxes.items()} | {"vocab": vocab_rows}
-    for kinds in (kinds for kinds in _FUSED if kinds[-1] in num_rows):
+    fused = (*_FUSED, *((shape.full_heads.fused,) if shape.full_heads else ()))
+    for kinds in (kinds for kinds in fused if kinds[-1] in num_rows):
         num_rows |= dict.fromkeys(kinds, num_rows[kinds[-1]])  # the last part ends at the end of the parameter
     fused = {kind: parts for kind, parts in FUSED_KINDS.items() if parts[0] in num_rows}
     num_rows |= {f"{kind}.{part}": num_rows[part] for kind, parts in fused.items() for part in parts}
     found = {}
     for kind, pair in boxes.items():
-        if kind == "router_bias":
+        if kind in ("router_bias", "layer_scalar"):
             found[kind] = pair
             continue
         # This rank's rows [low, high) of the parameter, and the box's rows among them, [first, last).

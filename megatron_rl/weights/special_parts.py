@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.family import CONV_PARTS, DELTA_APART, DELTA_TOGETHER, Family, rope_type_of
+from megatron_rl.weights.head_sizes import LatentSizes, read_full_heads, refuse_gemma_options
 from megatron_rl.weights.rope import compute_yarn_mscale
 from megatron_rl.weights.shard_box import Box, columns, full_box, rows
-
-if TYPE_CHECKING:
-    import torch
-
-    from megatron_rl.config.schema import RolloutConfig
 
 # Supported values of gpt-oss options.
 _OF_SINKS: dict[str, tuple[Any, ...]] = {
@@ -66,21 +62,6 @@ class SigmoidRouter:
     num_groups: int = 1  # groups of experts, of equal size
     groups_per_token: int = 1  # groups to choose from, by the sum of their two best experts
     scale: float = 1.0  # factor of expert weights, after normalization to 1
-
-
-@dataclass(frozen=True)
-class LatentSizes:
-    """Channels of multi-head latent attention."""
-
-    query: int  # latent of queries; 0 if they are projected directly
-    key_value: int  # latent of keys and values
-    rotary: int  # rotated channels per query head, and of the keys' shared part
-    value: int  # channels per value head
-
-    @property
-    def cached(self) -> int:
-        """Elements per token and layer of a cache of latents."""
-        return self.key_value + self.rotary
 
 
 @dataclass(frozen=True)
@@ -151,28 +132,6 @@ class DeltaNetSizes:
         }
 
 
-_LATENT_CHANNELS = (512, 64)  # latent and rotated: vLLM's kernels for a CPU, and most of those for GPUs, have no others
-
-
-def has_latent_cache(sizes: LatentSizes, config: RolloutConfig, dtype: str, *, is_gpu: bool) -> bool:
-    """Return whether the engine caches latents (MLA), not the keys and values of all heads."""
-    has_kernel = (sizes.key_value, sizes.rotary) == _LATENT_CHANNELS and (dtype == "bfloat16" or not is_gpu)
-    return has_kernel and config.latent_cache and config.supports("latent_cache")
-
-
-def split_latents(params: Mapping[str, torch.Tensor], sizes: LatentSizes) -> dict[str, torch.Tensor]:
-    """Replace down-projections that an engine fuses, `[queries; keys and values]`, by a view of each."""
-    views: dict[str, torch.Tensor] = {}
-    for name, param in params.items():
-        block, fused, what = name.partition("fused_qkv_a_proj.")
-        if fused:
-            views[f"{block}q_a_proj.{what}"] = param[: sizes.query]
-            views[f"{block}kv_a_proj_with_mqa.{what}"] = param[sizes.query :]
-        else:
-            views[name] = param
-    return views
-
-
 def _find_unserved(config: Mapping[str, Any], served: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     return {name: config.get(name) for name, values in served.items() if config.get(name) not in values}
 
@@ -187,8 +146,10 @@ def _refuse_unserved(wrong: Mapping[str, Any], source: str, expected: str) -> No
         )
 
 
-def refuse_special(config: dict[str, Any], family: Family, rope: dict[str, Any], source: str) -> dict[str, Any]:
-    """Refuse unsupported options of models with sinks or latent attention (UserError); return the other options."""
+def refuse_special(
+    config: dict[str, Any], family: Family, rope: dict[str, Any], source: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Refuse unsupported options of special parts (UserError); return the other ones, and those of `rope`."""
     if family.has_sinks:
         wrong = _find_unserved(config, _OF_SINKS)
         encoding = wrong.pop("quantization_config", None)
@@ -221,7 +182,9 @@ def refuse_special(config: dict[str, Any], family: Family, rope: dict[str, Any],
         if set(config.get("attn_type_list") or [1]) != {1}:
             wrong["attn_type_list"] = config["attn_type_list"]
         _refuse_unserved(wrong, source, "MiniMax-M2 as published: a sigmoid router with biases, full attention")
-    return config
+    if family.has_full_heads:
+        return refuse_gemma_options(config, rope, source)
+    return config, rope
 
 
 def read_special(config: dict[str, Any], family: Family, rope: dict[str, Any], source: str) -> dict[str, Any]:
@@ -240,6 +203,8 @@ def read_special(config: dict[str, Any], family: Family, rope: dict[str, Any], s
         found |= _read_delta_nets(config, source, is_split=family.splits_projections)
     if family.alternates_windows or family.has_sinks:
         found |= _read_windows(config, family)
+    if family.has_full_heads:
+        found |= read_full_heads(config, found["sliding_layers"], source)
     if family.has_latent_attention:
         found |= _read_latent(config, rope)
     return found
@@ -256,7 +221,7 @@ def _read_windows(config: dict[str, Any], family: Family) -> dict[str, Any]:
     if family.alternates_windows:
         rope = (config.get("rope_parameters") or {}).get("sliding_attention", {})
         theta = float(rope.get("rope_theta") or config.get("rope_local_base_freq", 1e4))
-        found |= dict(sliding_rope_theta=theta, attention_scale=config["query_pre_attn_scalar"] ** -0.5)
+        found |= dict(sliding_rope_theta=theta, attention_scale=config.get("query_pre_attn_scalar", 1) ** -0.5)
     return found
 
 

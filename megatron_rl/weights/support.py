@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of models against layouts that split them, router replay, `rollout.bitwise`; router settings for vLLM."""
+"""Checks of models against layouts, router replay, `rollout.bitwise`; sizes of caches, router settings for vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.extension.registry import ENGINES, name_engines
@@ -40,7 +41,7 @@ def check_training_layout(
         )
     sizes = [
         ("attention heads", shape.num_heads),
-        ("KV heads", shape.num_kv_heads),
+        *(("KV heads", heads) for heads in _list_kv_heads(shape)),
         *((("key heads of linear attention", shape.delta_net.key_heads),) if shape.delta_net else ()),
         *(("feed-forward columns", size) for size in shape.ffn_sizes().values()),
     ]
@@ -50,7 +51,7 @@ def check_training_layout(
                 f"tensor_model_parallel_size {tp_size} does not divide the {size} {what} of the model",
                 source=f"{section}.tensor_model_parallel_size and the model's config.json",
                 expected="one of "
-                f"{[n for n in range(1, shape.num_kv_heads + 1) if all(size % n == 0 for _, size in sizes)]}",
+                f"{[n for n in range(1, shape.full.num_kv_heads + 1) if all(size % n == 0 for _, size in sizes)]}",
                 hint="use a smaller TP and more pipeline or data parallelism",
             )
     if layout.chunk_layers or shape.num_layers % (layout.pp_size * layout.vpp_size):
@@ -85,18 +86,25 @@ def check_rollout_layout(shape: ModelShape, tp_size: int, ep_size: int = 1) -> N
         valid = [n for n in range(1, shape.num_heads + 1) if _fits_engine(shape, n, ep_size)]
         raise UserError(
             f"rollout.tensor_model_parallel_size {tp_size} does not fit {shape.num_heads} attention heads, "
-            f"{shape.num_kv_heads} KV heads and {shape.ffn_hidden_size} feed-forward columns",
+            f"{' and '.join(map(str, _list_kv_heads(shape)))} KV heads and {shape.ffn_hidden_size} "
+            "feed-forward columns",
             source="rollout.tensor_model_parallel_size and the model's config.json",
             expected=f"one of {valid} (divides, or is a multiple of, the KV heads; divides the rest)",
             hint="start with rollout.tensor_model_parallel_size=1",
         )
 
 
+def _list_kv_heads(shape: ModelShape) -> list[int]:
+    """Return the numbers of KV heads of layers, ascending: one, or two."""
+    return sorted({shape.num_kv_heads, shape.full.num_kv_heads})
+
+
 def _fits_engine(shape: ModelShape, tp_size: int, ep_size: int) -> bool:
-    kv, net = shape.num_kv_heads, shape.delta_net
+    net = shape.delta_net
     columns = (size for prefix, size in shape.ffn_sizes().items() if prefix or ep_size == 1)  # no part of an expert
     sizes = (shape.num_heads, *columns, *((net.key_heads,) if net else ()))
-    return all(size % tp_size == 0 for size in sizes) and (kv % tp_size == 0 or tp_size % kv == 0)
+    are_heads_whole = all(kv % tp_size == 0 or tp_size % kv == 0 for kv in _list_kv_heads(shape))
+    return all(size % tp_size == 0 for size in sizes) and are_heads_whole
 
 
 def _divides(num_heads: int, num_kv_heads: int, cp_size: int) -> bool:
@@ -173,6 +181,17 @@ def _list_products(shape: ModelShape, tp_size: int) -> Iterator[tuple[int, ...]]
     columns = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
     padding = -shape.vocab_size % columns  # omitted from the trainer's product, included in vLLM's
     yield hidden, min(columns - padding, _MAX_TRIAL_COLUMNS), *([padding] if padding else [])
+
+
+def list_cache_sizes(shape: ModelShape, layers: Iterable[int], tp_size: int) -> list[tuple[int, int]]:
+    """Return the KV heads of a rank, and their channels, of each of some layers."""
+    shapes = map(shape.at, layers)
+    return [(max(1, one.num_kv_heads // tp_size), one.head_dim) for one in shapes]
+
+
+def count_cached(shape: ModelShape, layers: Iterable[int], tp_size: int) -> int:
+    """Return the elements of keys and values that a rank caches per token in some layers."""
+    return 2 * sum(map(math.prod, list_cache_sizes(shape, layers, tp_size)))
 
 
 def list_router_options(shape: ModelShape) -> dict[str, Any]:

@@ -44,7 +44,7 @@ TP2_PP2 = Case(4, dict(tp_size=2, pp_size=2))
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    families = ("qwen2", "qwen3_moe", "glm4_moe")
+    families = ("qwen2", "qwen3_moe", "glm4_moe", "gemma4_text")
     for family in families:
         save_tiny_model(root / family, family)
     return {family: root / family for family in families}
@@ -187,6 +187,13 @@ def test_router_biases_go_on_without_optimizer_states(actor: dict[str, Any], mod
     """No gradient trains them, and a checkpoint without their states is complete."""
     saved_by = Case(2, dict(ep_size=2), actor | BIASED)
     same_in_another_layout(models["glm4_moe"], tmp_path, saved_by, Case(2, dict(pp_size=2), BIASED))
+    assert find_gaps(tmp_path / "step_1", json.loads((tmp_path / "step_1/manifest.json").read_text())) == []
+
+
+def test_scalars_of_layers_go_on_without_optimizer_states(models, tmp_path: Path):
+    """No gradient trains them; heads of two sizes, in tensors of their own for each layer."""
+    saved_by = Case(2, dict(tp_size=2), SP | ZERO_3)
+    same_in_another_layout(models["gemma4_text"], tmp_path, saved_by, Case(2, dict(pp_size=2)))
     assert find_gaps(tmp_path / "step_1", json.loads((tmp_path / "step_1/manifest.json").read_text())) == []
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image-text models (Qwen3.5) are read as their text part, and written as a text model.
+"""Image-text models (Qwen3.5, Gemma 4) are read as their text part, and written as a text model.
 
 That Megatron computes the logits of the whole model from these files is tests/models/test_gpt.py's matter, and that a
 run starts from them that of tests/run/test_families_in_loop.py. Not covered: images, published checkpoints.
@@ -29,7 +29,7 @@ from tools.conversion.conversion import CheckpointWeights, convert_to_huggingfac
 from tools.conversion.units import Workers
 
 SETTINGS: dict[str, Any] = dict(dtype=None, file_bytes=1 << 16, force=False, workers=Workers())
-FAMILIES = ("qwen3_5", "qwen3_5_moe")
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "gemma4")
 DRAFTS = {
     "mtp.fc.weight": torch.randn(64, 128),
     "mtp.layers.0.mlp.experts.gate_up_proj": torch.randn(4, 128, 64),
@@ -44,18 +44,21 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 def save_published(directory: Path, family: str) -> dict[str, torch.Tensor]:
     """An image-text model in bfloat16, A_log in float32, with draft layers; returns the logical tensors."""
     save_tiny_model(directory, family)
-    stored = read_tensors(directory)
-    stored = {name: x if name.endswith("A_log") else x.bfloat16() for name, x in (stored | DRAFTS).items()}
+    stored = read_tensors(directory) | (DRAFTS if family != "gemma4" else {})
+    stored = {name: x if name.endswith("A_log") else x.bfloat16() for name, x in stored.items()}
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config["text_config"] |= {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "mlp_only_layers": []}
     (directory / "config.json").write_text(json.dumps(config))
-    assert any(name.startswith("model.visual.") for name in stored)
+    seeing = [
+        name for name in stored if name.startswith(("model.visual.", "model.vision_tower.", "model.embed_vision."))
+    ]
+    assert seeing
     assert any(name.endswith("experts.gate_up_proj") for name in stored if "language_model" in name) is (
         family == "qwen3_5_moe"
     )
-    text = {name.replace("model.language_model.", "model."): x for name, x in stored.items() if ".visual." not in name}
-    drafts = {name: text.pop(name) for name in DRAFTS}
+    text = {name.replace("model.language_model.", "model."): x for name, x in stored.items() if name not in seeing}
+    drafts = {name: text.pop(name) for name in DRAFTS if name in text}
     return split_huggingface_experts(load_model_shape(directory), text) | drafts
 
 
@@ -67,9 +70,9 @@ def test_there_and_back_it_is_a_text_model(family: str, tmp_path: Path) -> None:
     convert_to_huggingface(CheckpointWeights(tmp_path / "megatron"), tmp_path / "text", **SETTINGS)
     found = read_tensors(tmp_path / "text")
     assert find_differences(found, expected) == []
-    assert found["model.layers.0.linear_attn.A_log"].dtype == torch.float32
+    assert family == "gemma4" or found["model.layers.0.linear_attn.A_log"].dtype == torch.float32
     config = json.loads((tmp_path / "text/config.json").read_text())
-    assert config["model_type"] == f"{family}_text" and config["mtp_num_hidden_layers"] == 1
+    assert config["model_type"] == f"{family}_text" and config["mtp_num_hidden_layers"] == (family != "gemma4")
     assert load_model_shape(tmp_path / "text") == load_model_shape(tmp_path / "hf")
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     text = AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32).eval()

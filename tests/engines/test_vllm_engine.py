@@ -39,7 +39,8 @@ from megatron_rl.extension.registry import ENGINES
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.special_parts import DeltaNetSizes, LatentSizes
+from megatron_rl.weights.head_sizes import LatentSizes
+from megatron_rl.weights.special_parts import DeltaNetSizes
 
 SHAPE = ModelShape(
     family="qwen2",

@@ -67,6 +67,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": dict(family="mistral", rope_theta=1e6, head_dim=16),
     "gemma": dict(family="gemma"),
     "gemma3": dict(family="gemma3_text"),
+    "gemma4": dict(family="gemma4_text"),
+    "gemma4-values": dict(family="gemma4_text", attention_k_eq_v=False, global_head_dim=8, tie_word_embeddings=False),
     "phi3": dict(family="phi3"),
     "phi3-partial": dict(
         family="phi3",
@@ -86,6 +88,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2": dict(family="olmo2"),
     "qwen3_5": dict(family="qwen3_5_text", tie_word_embeddings=True),
     "qwen3_5-images": dict(family="qwen3_5", tie_word_embeddings=True),
+    "gemma4-images": dict(family="gemma4", use_bidirectional_attention="vision"),
 }
 # Their shares are normalized after the selection, before it, and always; the last has more experts per token.
 EXPERT_MODELS: dict[str, dict[str, Any]] = {
@@ -259,7 +262,8 @@ def _run_policy(policy: PackedModel) -> list[torch.Tensor] | None:
         local = (torch.cat(hidden) @ policy.stages[-1].output_weight.t()).float()  # [t, v/tp]
     parts = [torch.empty_like(local) for _ in range(policy.groups.tp.size())]
     dist.all_gather(parts, local, group=policy.groups.tp)
-    full = torch.cat(parts, -1)[:, :VOCAB_SIZE]
+    full, cap = torch.cat(parts, -1)[:, :VOCAB_SIZE], policy.shape.logit_softcap
+    full = full if cap is None else cap * torch.tanh(full / cap)
     return [full[batch.sequence_ids == i] for i in range(len(LENGTHS))]
 
 
@@ -308,6 +312,10 @@ def test_logits_are_large_enough_for_the_comparison(references: dict[str, Refere
         ("gemma3", dict(sliding_window=7)),
         ("gemma3", dict(sliding_rope_theta=1e6)),
         ("gemma3", dict(attention_scale=None)),
+        ("gemma4", dict(sliding_window=7)),
+        ("gemma4", dict(rope_scaling=None)),
+        ("gemma4", dict(attention_scale=None)),
+        ("gemma4", dict(logit_softcap=None)),
         ("qwen3_moe", dict(normalizes_shares=False)),
         ("mixtral", dict(experts_per_token=2)),
         ("deepseek_v3", dict(rms_norm_eps=1e-3)),

@@ -33,6 +33,7 @@ class Case:
     dtype: torch.dtype
     padded_size: int = 32
     temperature: float = 0.7
+    softcaps: tuple[float | None, float | None] = (None, None)  # of the student and the teacher
 
     def make_inputs(self) -> tuple[torch.Tensor, ...]:
         """hidden [t, 6] and weight [v, 6] of the student, [t, 9] and [v, 9] of the teacher, weights of the loss [t]."""
@@ -46,12 +47,21 @@ class Case:
         teacher_weight[VOCAB_SIZE:] *= 10
         return draw(NUM_TOKENS, 6), weight, draw(NUM_TOKENS, 9), teacher_weight, draw(NUM_TOKENS)
 
-    def make_softmax(self, chunk_tokens: int) -> OutputSoftmax:
+    def make_softmax(self, chunk_tokens: int, *, of_teacher: bool = False) -> OutputSoftmax:
         """Return softmax settings for a vocabulary over all ranks."""
         assert dist.group.WORLD is not None
         return OutputSoftmax(
-            vocab_size=VOCAB_SIZE, temperature=self.temperature, tp_group=dist.group.WORLD, chunk_tokens=chunk_tokens
+            vocab_size=VOCAB_SIZE,
+            temperature=self.temperature,
+            tp_group=dist.group.WORLD,
+            chunk_tokens=chunk_tokens,
+            softcap=self.softcaps[of_teacher],
         )
+
+    def make_probs(self, logits: torch.Tensor, *, of_teacher: bool) -> torch.Tensor:
+        """Return the probabilities [v] of a token's logits."""
+        cap = self.softcaps[of_teacher]
+        return torch.softmax((logits if cap is None else cap * (logits / cap).tanh()) / self.temperature, 0)
 
 
 def make_reference(case: Case, k: int | None, direction: str) -> list[torch.Tensor]:
@@ -60,8 +70,8 @@ def make_reference(case: Case, k: int | None, direction: str) -> list[torch.Tens
     hidden.requires_grad_(), weight.requires_grad_()
     found = []
     for x, y in zip(hidden, teacher_hidden, strict=True):
-        p = torch.softmax(weight[:VOCAB_SIZE] @ x / case.temperature, 0)
-        q = torch.softmax(teacher_weight[:VOCAB_SIZE] @ y / case.temperature, 0)
+        p = case.make_probs(weight[:VOCAB_SIZE] @ x, of_teacher=False)
+        q = case.make_probs(teacher_weight[:VOCAB_SIZE] @ y, of_teacher=True)
         if k is not None:
             best = q.argsort(descending=True)[:k]
             is_other = torch.ones(VOCAB_SIZE, dtype=torch.bool).index_fill(0, best, False)
@@ -81,9 +91,12 @@ def run_chunked(case: Case, k: int | None, direction: str, chunk_tokens: int) ->
     weight, teacher_weight = (w.chunk(size)[rank].clone() for w in (weight, teacher_weight))
     weight.requires_grad_()
     if k is None:
-        found = compute_linear_divergence(hidden, weight, teacher_hidden, teacher_weight, direction, softmax)
+        found = compute_linear_divergence(
+            hidden, weight, teacher_hidden, teacher_weight, direction, softmax, case.softcaps[1]
+        )
     else:
-        ids, logprobs = compute_linear_top_k(teacher_hidden, teacher_weight, k, softmax).unbind(1)
+        theirs = case.make_softmax(chunk_tokens, of_teacher=True)
+        ids, logprobs = compute_linear_top_k(teacher_hidden, teacher_weight, k, theirs).unbind(1)
         logprobs_of = compute_linear_logprobs_of(hidden, weight, ids[:, :-1].long(), softmax)
         found = compute_top_k_divergence(logprobs_of, logprobs, direction)
     (found @ a.to(found.dtype)).backward()
@@ -95,8 +108,10 @@ def run_chunked(case: Case, k: int | None, direction: str, chunk_tokens: int) ->
 def compare(rank: int, world_size: int, padded_size: int) -> dict[str, float]:
     """The largest relative difference of each quantity by its case."""
     worst = {}
-    for dtype, k, direction, chunk in product((torch.float64, torch.float32), (None, 4, 20), DIRECTIONS, (5, 100)):
-        case = Case(dtype, padded_size)
+    caps = (None, None), (2.0, None), (3.0, 1.5)
+    dtypes = torch.float64, torch.float32
+    for dtype, k, direction, chunk, cap in product(dtypes, (None, 4, 20), DIRECTIONS, (5, 100), caps):
+        case = Case(dtype, padded_size, softcaps=cap)
         expected = make_reference(case, k, direction)
         expected[2] = expected[2].chunk(world_size)[rank]
         for name, ours, theirs in zip(
@@ -104,7 +119,7 @@ def compare(rank: int, world_size: int, padded_size: int) -> dict[str, float]:
         ):
             if theirs.numel() and theirs.abs().max():
                 gap = (ours.double() - theirs).abs().max() / theirs.abs().max()
-                worst[f"{name} {dtype} k={k} {direction} chunk={chunk}"] = float(gap)
+                worst[f"{name} {dtype} k={k} {direction} chunk={chunk} caps={cap}"] = float(gap)
     return worst
 
 

@@ -36,6 +36,7 @@ class Case:
     padded_size: int = 16
     temperature: float = 0.7
     dtype: torch.dtype = torch.float32
+    softcap: float | None = None
 
     def make_inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """hidden [t, h], weight [v, h], targets [t] and the weights of both outputs in the loss [t]."""
@@ -54,13 +55,20 @@ class Case:
             temperature=self.temperature,
             tp_group=dist.group.WORLD,
             chunk_tokens=chunk_tokens,
+            softcap=self.softcap,
         )
+
+    def make_logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the scaled logits [t, v] of the unsplit vocabulary."""
+        logits = hidden @ weight[: self.vocab_size].t()
+        capped = logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        return capped / self.temperature
 
     def make_reference(self) -> list[torch.Tensor]:
         """Log-probs, entropy, d hidden and d weight, all float64 and unsplit."""
         hidden, weight, targets, a, b = self.make_inputs()
         hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-        log_p = torch.log_softmax(hidden @ weight[: self.vocab_size].t() / self.temperature, dim=-1)
+        log_p = torch.log_softmax(self.make_logits(hidden, weight), dim=-1)
         logprobs = log_p.gather(1, targets[:, None])[:, 0]
         entropy = -(log_p.exp() * log_p).sum(-1)
         (logprobs @ a.double() + entropy @ b.double()).backward()
@@ -82,6 +90,8 @@ CASES = [
     Case(temperature=1.0),
     Case(vocab_size=4),  # over 4 ranks three have padding only
     Case(vocab_size=16),
+    Case(softcap=2.0),
+    Case(dtype=torch.float64, softcap=1.5, temperature=1.0),
 ]
 
 
@@ -103,7 +113,7 @@ def test_sum_of_squared_probabilities(tp_size: int) -> None:
     assert all(torch.equal(x, y) for rank in ranks for x, y in zip(rank, ranks[0], strict=True))
     for i, case in enumerate(CASES):
         hidden, weight, *_ = case.make_inputs()
-        logits = hidden.double() @ weight[: case.vocab_size].double().t() / case.temperature
+        logits = case.make_logits(hidden.double(), weight.double())
         expected = logits.softmax(-1).square().sum(-1)
         for found in ranks[0][2 * i : 2 * i + 2]:
             torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=0)

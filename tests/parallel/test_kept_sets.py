@@ -43,14 +43,16 @@ def pack(sets: list[list[int]]) -> PackedKeptSets:
     return PackedKeptSets.pack([KeptSets(ids, counts)], torch.device("cpu"))
 
 
-def loop(dtype: torch.dtype) -> list[torch.Tensor]:
+def loop(dtype: torch.dtype, softcap: float | None) -> list[torch.Tensor]:
     """Log-probs, entropy, sums of squares, and the gradients of both inputs, in float64."""
     hidden, weight, sets, targets, weights = make_inputs(dtype)
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     rows = []
     for state, found, target in zip(hidden, sets, targets, strict=True):
         ids = found or list(range(VOCAB_SIZE))
-        log_p = (weight[ids] @ state / TEMPERATURE).log_softmax(-1)
+        logits = weight[ids] @ state
+        logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+        log_p = (logits / TEMPERATURE).log_softmax(-1)
         entropy = -(log_p.exp() * log_p).sum()
         rows.append(torch.stack([log_p[ids.index(target)], entropy, log_p.exp().square().sum()]))
     logprobs, entropy, squares = torch.stack(rows, 1)
@@ -59,11 +61,17 @@ def loop(dtype: torch.dtype) -> list[torch.Tensor]:
     return [logprobs.detach(), entropy.detach(), squares.detach(), hidden.grad, weight.grad]
 
 
-def compute(rank: int, world_size: int, dtype: torch.dtype, chunk_tokens: int) -> list[torch.Tensor]:
+def compute(
+    rank: int, world_size: int, dtype: torch.dtype, chunk_tokens: int, softcap: float | None
+) -> list[torch.Tensor]:
     hidden, weight, sets, targets, weights = make_inputs(dtype)
     hidden, weight = hidden.requires_grad_(), weight.chunk(world_size)[rank].clone().requires_grad_()
     softmax = OutputSoftmax(
-        vocab_size=VOCAB_SIZE, temperature=TEMPERATURE, tp_group=dist.group.WORLD, chunk_tokens=chunk_tokens
+        vocab_size=VOCAB_SIZE,
+        temperature=TEMPERATURE,
+        tp_group=dist.group.WORLD,
+        chunk_tokens=chunk_tokens,
+        softcap=softcap,
     )
     kept = pack(sets)
     logprobs, entropy = compute_linear_logprobs_and_entropy(hidden, weight, torch.tensor(targets), softmax, kept)
@@ -75,17 +83,21 @@ def compute(rank: int, world_size: int, dtype: torch.dtype, chunk_tokens: int) -
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_values_and_gradients_are_those_of_the_sets(tp_size: int) -> None:
     """Some ranks have no token of a set, the last one of four has one column of the vocabulary only."""
-    cases = [(dtype, chunk) for dtype in (torch.float64, torch.float32) for chunk in (1, 5, 14)]
+    cases = [
+        (dtype, chunk, cap) for dtype in (torch.float64, torch.float32) for chunk in (1, 5, 14) for cap in (None, 2.0)
+    ]
 
     def on_rank(rank: int, world_size: int) -> list[list[torch.Tensor]]:
-        return [compute(rank, world_size, dtype, chunk) for dtype, chunk in cases]
+        return [compute(rank, world_size, *case) for case in cases]
 
-    for (dtype, _), ranks in zip(cases, zip(*run_ranks(on_rank, tp_size, timeout=60), strict=True), strict=True):
+    for (dtype, _, softcap), ranks in zip(
+        cases, zip(*run_ranks(on_rank, tp_size, timeout=60), strict=True), strict=True
+    ):
         for found in ranks:
             assert all(torch.equal(found[i], ranks[0][i]) for i in range(3))
         together = [*ranks[0][:3], sum(found[3] for found in ranks), torch.cat([found[4] for found in ranks])]
         digits = 1e-12 if dtype == torch.float64 else 1e-5
-        for x, expected in zip(together, loop(dtype), strict=True):
+        for x, expected in zip(together, loop(dtype, softcap), strict=True):
             torch.testing.assert_close(x, expected, rtol=digits, atol=digits, check_dtype=False)
 
 

@@ -69,6 +69,8 @@ CASES = {
     "delta-nets-tp2-pp2-sp": ("qwen3_next", Case(4, dict(tp_size=2, pp_size=2), SP)),
     "split-delta-nets-tp2-pp2-sp": ("qwen3_5_text", Case(4, dict(tp_size=2, pp_size=2), SP)),
     "moe-ep2-pp2": ("qwen3_moe", Case(4, dict(ep_size=2, pp_size=2))),
+    "gemma4-tp2-pp2-sp-bf16": ("gemma4_text", Case(4, dict(tp_size=2, pp_size=2), SP, dtype="bfloat16")),
+    "zero3-gemma4-tp2-bf16": ("gemma4_text", Case(4, dict(tp_size=2), SP | ZERO_3, dtype="bfloat16")),
 }
 ALWAYS = (
     "one-bf16",
@@ -83,12 +85,14 @@ ALWAYS = (
     "muon-dp2-bf16",
     "lora-experts-ep2",
     "glm4-tp2-pp2-sp",
+    "gemma4-tp2-pp2-sp-bf16",
 )
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     families = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text")
+    families += ("gemma4_text",)
     found = {family: tmp_path_factory.mktemp(family) for family in families}
     for family, path in found.items():
         save_tiny_model(path, family)
@@ -108,8 +112,8 @@ def measure(actor: Actor | Mtp) -> RoleBytes:
     if in_buffers:  # the parameters are views of them
         starts = {tensor.untyped_storage().data_ptr() for tensor in in_buffers}
         frozen = [tensor for tensor in weights if tensor.untyped_storage().data_ptr() not in starts]
-        has_biases = any(".expert_bias" in name for name in actor.model.params)
-        assert bool(frozen) == (has_biases or actor.model.adapters is not None)
+        is_untrained = any(name.endswith((".expert_bias", ".layer_scalar")) for name in actor.model.params)
+        assert bool(frozen) == (is_untrained or actor.model.adapters is not None)
         in_buffers += frozen
     states, optimizer = 0, actor.optimizer.megatron
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):

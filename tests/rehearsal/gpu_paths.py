@@ -196,8 +196,7 @@ def servers() -> dict[str, Any]:
 
 def cache() -> int:
     """Blocks of the policy's own engine, of 8 MiB each: its share of the GPU."""
-    model = SimpleNamespace(shape=SimpleNamespace(head_dim=128))
-    engine: Any = SimpleNamespace(_model=model, _layer_numbers=range(64), _heads=8, _dtype=torch.float32)
+    engine: Any = SimpleNamespace(_sizes=[(8, 128)] * 64, _dtype=torch.float32)
     return PolicyEngine._count_blocks(engine, _spec(config=RolloutConfig(max_num_seqs=10**9)))
 
 

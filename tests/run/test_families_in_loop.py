@@ -27,6 +27,7 @@ CASES: dict[str, tuple[int, str, list[str]]] = {  # ranks, engine, layout
     "mistral": (2, "vllm", layout_overrides(1, 2, 2)),
     "gemma": (2, "vllm", layout_overrides(2, 1, 1)),
     "gemma3_text": (4, "vllm", layout_overrides(2, 2, 1)),
+    "gemma4_text": (4, "vllm", layout_overrides(2, 2, 1)),
     "phi3": (4, "vllm", layout_overrides(2, 2, 2)),
     "glm4": (4, "vllm", layout_overrides(2, 2, 1)),
     "smollm3": (2, "hf", layout_overrides(2, 1, 1)),  # vLLM has no implementation of its own
@@ -44,6 +45,8 @@ CASES: dict[str, tuple[int, str, list[str]]] = {  # ranks, engine, layout
     "gpt_oss": (4, "vllm", [*layout_overrides(2, 1, 2), EP2]),
     "gpt_oss+hf": (4, "hf", layout_overrides(2, 2, 1)),
     "gpt_oss+megatron": (2, "megatron", [EP2]),
+    "gemma4": (2, "hf", layout_overrides(2, 1, 1)),  # the text part of an image-text model
+    "gemma4_text+megatron": (2, "megatron", layout_overrides(2, 1, 1)),
 }
 
 

@@ -58,6 +58,7 @@ FAMILIES = [
     "glm4_moe",
     "deepseek_v3",
     "gpt_oss",
+    "gemma4_text",
 ]
 SP, REPLICATED, ZERO_3 = dict(sequence_parallel=True), dict(zero_stage=0), dict(zero_stage=3)
 LAYOUTS = {
@@ -205,6 +206,9 @@ def test_expert_parallelism_does_not_change_the_numbers(
         ("deepseek_v3", "cp2-dp2"),
         ("deepseek_v3", "selective"),
         ("gpt_oss", "ep2-tp2-sp"),
+        ("gemma4_text", "tp2-pp2-sp"),
+        ("gemma4_text", "cp2-dp2"),
+        pytest.param(*("gemma4_text", "full"), marks=pytest.mark.slow),
     ],
 )
 def test_other_families_in_large_layouts(
@@ -214,7 +218,7 @@ def test_other_families_in_large_layouts(
     and rotated neighbors, glm4_moe dense layers too. olmo2 has a norm over the heads of all TP ranks.
 
     glm4_moe also has a shared expert and router biases, which no update changes; deepseek_v3 latent attention; gpt_oss
-    sinks, and biases of experts.
+    sinks, and biases of experts; gemma4_text heads of two sizes, shared values, scaled layers and capped logits.
     """
     found = train((LAYOUTS | EXPERT_LAYOUTS | MODES)[layout], paths[family])
     assert found.metrics[0]["policy/ratio_max_deviation"] == 0.0

@@ -279,6 +279,11 @@ CASES = [
     pytest.param(*("vllm", "qwen3_moe", 4, {"tp_size": 2, "ep_size": 2}, (2, 4, 2)), marks=pytest.mark.slow),
     pytest.param(*("vllm", "minimax_m2", 2, {"ep_size": 2}, (1, 2, 2)), marks=pytest.mark.slow),
     pytest.param(*("vllm", "glm4_moe_lite", 4, {"pp_size": 2, "ep_size": 2}, (2, 4, 2)), marks=pytest.mark.slow),
+    ("vllm", "gemma4_text", 2, {"pp_size": 2}, 2),
+    ("vllm", "gemma4_text", 2, {"tp_size": 2}, 1),
+    ("hf", "gemma4_text", 2, {"tp_size": 2}, 1),
+    pytest.param(*("vllm", "gemma4_text", 4, {"tp_size": 2, "zero_stage": 3}, 4), marks=pytest.mark.slow),
+    pytest.param(*("megatron", "gemma4_text", 4, {"tp_size": 2, "pp_size": 2}, 1), marks=pytest.mark.slow),
 ]
 
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.planner import Planner, RankPlan, Shard, TransferOp, group_shards
 from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.head_sizes import FullHeads
 from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect, rows
 from rank_plans import plan_all
 from shards import (
@@ -62,6 +63,8 @@ SHAPES = {
     "gpt_oss": make_shape("gpt_oss"),
     "minimax_m2": make_shape("minimax_m2"),
     "glm4_moe_lite": make_shape("glm4_moe_lite"),
+    "gemma4_text": make_shape("gemma4_text", tied_embeddings=True),
+    "gemma4 values": make_shape("gemma4_text", full_heads=FullHeads(4, 2, False)),
     "two KV heads": make_shape("qwen3", num_kv_heads=2, tied_embeddings=True),
 }
 ROLLOUT_TP = (1, 2, 4)

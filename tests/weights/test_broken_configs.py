@@ -107,6 +107,17 @@ OF_FAMILIES: dict[str, dict[str, list[Any]]] = {
         "layer_types": [["sliding_attention"], ["chunked_attention"] * 4, "sliding_attention"],
         "rope_parameters": [{"sliding_attention": 5}, {"full_attention": {"rope_theta": "x"}}],
     },
+    "gemma4_text": {
+        "per_layer_config": [5, {"1": 5}, {"1": {"head_dim": 0}}, {"x": {}}, {"1": {"head_dim": None}}],
+        "global_head_dim": [0, "16"],
+        "num_global_key_value_heads": [0, "4"],
+        "attention_k_eq_v": ["true", 3],
+        "final_logit_softcapping": [0, "30", -1, NAN],
+        "sliding_window": [None, 0, "6"],
+        "hidden_size_per_layer_input": [-1, "0"],
+        "num_kv_shared_layers": ["0", 1],
+        "rope_parameters": [{"sliding_attention": 5}, {"full_attention": {"rope_theta": "x"}}],
+    },
     "phi3": {"partial_rotary_factor": [0, "1", 1.5, -0.5], "rope_parameters": [{"partial_rotary_factor": 0.1}]},
     "smollm3": {"no_rope_layers": [5, [1], ["1"] * 4, [-1] * 4]},
     "glm4_moe": {

@@ -18,11 +18,12 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import read_shape
 from megatron_rl.weights.families import FAMILIES
+from megatron_rl.weights.head_sizes import FullHeads, LatentSizes
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
-from megatron_rl.weights.packed_experts import list_file_tensors, list_huggingface_tensors, split_huggingface_experts
+from megatron_rl.weights.packed_experts import list_file_tensors, list_weights, split_huggingface_experts
 from megatron_rl.weights.rollout_layout import check_engine
-from megatron_rl.weights.rope import LinearScaling, Llama3Scaling, LongropeScaling, YarnScaling
-from megatron_rl.weights.special_parts import LatentSizes, SigmoidRouter
+from megatron_rl.weights.rope import LinearScaling, Llama3Scaling, LongropeScaling, ProportionalScaling, YarnScaling
+from megatron_rl.weights.special_parts import SigmoidRouter
 from megatron_rl.weights.support import check_rollout_layout, check_training_layout
 from shards import make_shape
 from tiny_models import CONFIGS, save_tiny_model
@@ -38,6 +39,7 @@ SIZES: dict[str, Any] = dict(
     rms_norm_eps=1e-5,
 )
 UNSCORED = {
+    "gemma4_text",
     "glm4_moe",
     "glm4_moe_lite",
     "minimax_m2",
@@ -112,6 +114,14 @@ EXPERT_SIZES: dict[str, dict[str, Any]] = {
         qk_rope_head_dim=2,
         v_head_dim=3,
     ),
+    "gemma4_text": dict(
+        head_dim=8,
+        global_head_dim=12,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "gpt_oss": dict(
         num_local_experts=3,
         num_experts_per_tok=2,
@@ -159,6 +169,8 @@ def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
         ("minimax_m2", {}),
         ("deepseek_v3", dict(q_lora_rank=None, first_k_dense_replace=0)),
         ("glm4_moe", dict(attention_bias=True, use_qk_norm=True, n_shared_experts=2, first_k_dense_replace=0)),
+        ("gemma4_text", {}),
+        ("gemma4_text", dict(attention_k_eq_v=False)),
     ],
 )
 def test_logical_tensors_are_those_of_transformers(
@@ -190,7 +202,7 @@ def test_logical_tensors_are_those_of_checkpoints(tmp_path: Path, family: str) -
     }
     written = split_huggingface_experts(shape, written)  # of packed experts; other names stay
     assert {name: tuple(x.shape) for name, x in written.items()} == shape.logical_tensors()
-    views = split_huggingface_experts(shape, list_huggingface_tensors(model))
+    views = split_huggingface_experts(shape, list_weights(model))
     assert views.keys() == written.keys()
     assert all(torch.equal(views[name], x) for name, x in written.items())
 
@@ -229,8 +241,8 @@ def test_a_language_model_can_be_given_a_score_head_but_not_the_reverse() -> Non
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_that_are_not_sizes(family: str) -> None:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e5}
-    if family == "gemma3_text":
-        rope = {"full_attention": rope}
+    if FAMILIES[family].alternates_windows:
+        rope = {"full_attention": rope, "sliding_attention": rope | {"rope_theta": 1e4}}
     shape = model_shape_from_config(make_config(family, rope_parameters=rope), source="here")
     rotary = {"glm4_moe": 2, "glm4": 64, "deepseek_v3": 2, "glm4_moe_lite": 2, "minimax_m2": 4}
     rotary |= {"qwen3_next": 2, "qwen3_5_text": 2, "qwen3_5_moe_text": 2}
@@ -249,6 +261,7 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
         "gemma": (False, False),
         "glm4_moe": (False, False),
         "gemma3_text": (False, True),
+        "gemma4_text": (False, True),
         "phi3": (False, False),
         "glm4": (True, False),
         "deepseek_v3": (False, False),
@@ -463,12 +476,35 @@ def test_what_is_rotated() -> None:
         ("phi3", dict(rope_scaling=LongropeScaling((1.0, 2.0), 1.2), rotary_dim=4)),
         ("smollm3", dict(unrotated_layers=(1, 3))),
         ("llama", dict(rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),
+        ("gemma4_text", dict(rope_scaling=ProportionalScaling(0.25))),
     ],
 )
 def test_a_manifest_holds_all_of_a_shape(family: str, changes: dict[str, Any]) -> None:
     shape = make_shape(family, **changes)
     assert read_shape(json.loads(json.dumps(asdict(shape)))) == shape
     assert hash(read_shape(json.loads(json.dumps(asdict(shape))))) == hash(shape)
+
+
+def test_gemma_4_reads_published_numbers_and_those_of_each_layer() -> None:
+    """Published files have one size for all full layers, transformers 5 writes that of each layer."""
+    written = make_config("gemma4_text", final_logit_softcapping=30.0)
+    assert written["per_layer_config"] == {"1": {"head_dim": 12, "num_key_value_heads": 1}}
+    published = {name: value for name, value in written.items() if name != "per_layer_config"}
+    published |= dict(global_head_dim=12, num_global_key_value_heads=1, use_bidirectional_attention="vision")
+    shape = model_shape_from_config(published, source="here")
+    assert shape == model_shape_from_config(written, source="here")
+    assert (shape.full_heads, shape.head_dim, shape.num_kv_heads) == (FullHeads(1, 12, True), 8, 2)
+    assert (shape.logit_softcap, shape.attention_scale, shape.sliding_layers) == (30.0, 1.0, (0,))
+    assert (shape.rope_scaling, shape.rope_theta, shape.sliding_rope_theta) == (ProportionalScaling(0.25), 1e6, 1e4)
+    own = published | dict(attention_k_eq_v=False)  # then transformers and vLLM ignore the number of heads
+    assert model_shape_from_config(own, source="here").full_heads == FullHeads(2, 12, False)
+    for change, named in (
+        (dict(per_layer_config={"0": {"head_dim": 12}}), "per_layer_config"),
+        (dict(per_layer_config={"1": {"num_attention_heads": 3}}), "per_layer_config"),
+        (dict(layer_types=["full_attention", "sliding_attention"], per_layer_config=None), "last layer has a window"),
+    ):
+        with pytest.raises(UserError, match=named):
+            model_shape_from_config(written | change, source="here")
 
 
 def test_windows_of_gemma_3() -> None:
@@ -532,6 +568,25 @@ def test_positions_that_a_scaling_allows() -> None:
         ("qwen2", {"rope_parameters": None, "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}, "mrope"),
         ("llama", {"rope_parameters": LONGROPE | {"attention_factor": 1.5}}, "longrope"),
         ("llama", {"rope_parameters": LONGROPE | {"factor": 4.0}}, "longrope"),
+        ("llama", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "proportional"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30"),
+        ("gemma4_text", {"hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input=4"),
+        ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers=1"),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block=True"),
+        ("gemma4_text", {"num_experts": 8}, "num_experts=8"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+        ("gemma4_text", {"rope_parameters": None}, "rope_parameters"),
+        (
+            "gemma4_text",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                }
+            },
+            "rope_parameters",
+        ),
+        ("gemma4_text", {"attention_bias": True}, "attention_bias=True"),
     ],
 )
 def test_options_that_are_not_served_are_refused(family: str, change: dict[str, Any], named: str) -> None:
@@ -546,7 +601,7 @@ def test_a_config_that_does_not_mention_tying_means_what_transformers_means(fami
     config = make_config(family)
     del config["tie_word_embeddings"]
     expected = CONFIGS[family](**config).tie_word_embeddings
-    assert expected is (family in ("gemma", "gemma3_text", "smollm3"))
+    assert expected is (family in ("gemma", "gemma3_text", "gemma4_text", "smollm3"))
     assert model_shape_from_config(config, source="here").tied_embeddings is expected
 
 

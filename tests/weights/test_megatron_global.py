@@ -32,7 +32,8 @@ def test_logical_and_global_tensors_are_covered_once(family, changes):
             counts[place.key][place.leading][box_slices(place.box)] += 1
     assert all((count == 1).all() for count in counts.values())
     is_stacked = len([key for key in counts if "layers" in key]) < 16
-    assert is_stacked is (shape.dense_layers == len(shape.delta_layers) == 0), "layers are stacked where they are alike"
+    are_alike = shape.dense_layers == len(shape.delta_layers) == 0 and shape.full_heads is None
+    assert is_stacked is are_alike, "layers are stacked where they are alike"
 
 
 def test_query_rows_are_interleaved_per_group():
@@ -46,6 +47,19 @@ def test_query_rows_are_interleaved_per_group():
             order[start:stop] = [f"{name}{(hf_start + i) // 2}" for i in range(stop - start)]
     heads = ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1", "q4", "q5", "k2", "v2", "q6", "q7", "k3", "v3"]
     assert order == [head for head in heads for _ in range(2)]
+
+
+def test_a_group_of_shared_values_has_none():
+    """8 heads of 3 in 4 groups: `[q0 q1 k0 q2 q3 k1 ...]` in full layers."""
+    table, order = megatron_global_placements(make_shape("gemma4_text")), [""] * 36
+    for name in "qk":
+        for place in table[f"model.layers.1.self_attn.{name}_proj.weight"]:
+            assert place.leading == () and place.shape == (36, 24)
+            (start, stop), (hf_start, _) = place.box[0], place.hf_box[0]
+            order[start:stop] = [f"{name}{(hf_start + i) // 3}" for i in range(stop - start)]
+    heads = ["q0", "q1", "k0", "q2", "q3", "k1", "q4", "q5", "k2", "q6", "q7", "k3"]
+    assert order == [head for head in heads for _ in range(3)]
+    assert "model.layers.1.self_attn.v_proj.weight" not in table
 
 
 def test_gates_are_behind_the_queries_of_their_group():

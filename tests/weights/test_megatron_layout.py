@@ -16,6 +16,7 @@ from megatron_rl.models.gpt import build_gpt_stages, build_transformer_config
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.head_sizes import LatentSizes
 from megatron_rl.weights.megatron_layout import (
     PADDED_PARAMETERS,
     megatron_placements,
@@ -24,7 +25,6 @@ from megatron_rl.weights.megatron_layout import (
 )
 from megatron_rl.weights.row_shards import sharded_placements
 from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices, check_placements
-from megatron_rl.weights.special_parts import LatentSizes
 from shards import count_writes, cut_shards, make_full_tensors, make_shape, place_megatron
 
 WHOLE = (
@@ -38,6 +38,7 @@ WHOLE = (
     "o_proj.bias",
     "down_proj.bias",
     "shared_expert_gate.weight",
+    "layer_scalar",
 )
 FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -57,6 +58,7 @@ FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("glm4", {}),
     ("olmo2", {}),
     ("qwen2", dict(has_score_head=True)),
+    ("gemma4_text", {}),
 ]
 
 

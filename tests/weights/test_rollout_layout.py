@@ -28,6 +28,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next", dict(delta_net=DeltaNetSizes(8, 16, 3, 5, 4))),
     ("qwen3_5_text", dict(delta_net=DeltaNetSizes(8, 16, 3, 5, 4, is_split=True))),
     ("qwen3_5_moe_text", dict(delta_net=DeltaNetSizes(8, 16, 3, 5, 4, is_split=True))),
+    ("gemma4_text", {}),
 ]
 EXPERT_MATRICES = {
     **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"), ("gate_proj", "up_proj", "down_proj")),
@@ -37,7 +38,9 @@ EXPERT_MATRICES = {
 
 def fuse_qkv(shape: ModelShape, full: dict[str, torch.Tensor], prefix: str, what: str, tp: int, r: int) -> torch.Tensor:
     """`[Q_r; K_r; V_r]`; with more ranks than KV heads one whole head, number r // (tp / KV heads)."""
-    q, k, v = (full[f"{prefix}self_attn.{name}_proj.{what}"] for name in "qkv")
+    q, k = (full[f"{prefix}self_attn.{name}_proj.{what}"] for name in "qk")
+    v = full.get(f"{prefix}self_attn.v_proj.{what}", k)
+    shape = shape.at(int(prefix.split(".")[2]))
     if tp <= shape.num_kv_heads:
         k_r, v_r = k.chunk(tp)[r], v.chunk(tp)[r]
     else:
@@ -104,7 +107,7 @@ def make_vllm_shards(shape: ModelShape, full: dict[str, torch.Tensor], tp: int, 
             padding = -len(tensor) % 64
             shards[name] = torch.nn.functional.pad(tensor, (0, 0, 0, padding)).chunk(tp)[r]
         else:
-            assert "norm" in name
+            assert "norm" in name or "layer_scalar" in name
             shards[name] = tensor
     return shards
 

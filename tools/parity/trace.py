@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_rl.samples.batch import Padding, build_train_batch
 from megatron_rl.training.packed_model import LogprobHead, PackedModel
 from megatron_rl.types import Branch, UserError
+from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.family import FAMILIES
 from megatron_rl.weights.megatron_layout import stage_layers
 
@@ -114,11 +115,13 @@ def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) 
     def output_of(name: str, *, is_split: bool = False) -> Callable[[Any, Any], None]:
         return lambda inputs, output: keep(name, _first(output), is_split=is_split)
 
-    def projections(prefix: str) -> Callable[[Any, Any], None]:
-        q, kv = shape.num_heads // tp_size * shape.query_dim, shape.num_kv_heads // tp_size * shape.head_dim
+    def projections(prefix: str, own: ModelShape) -> Callable[[Any, Any], None]:
+        q, kv = own.num_heads // tp_size * own.query_dim, own.num_kv_heads // tp_size * own.head_dim
 
         def catch(inputs: Any, output: Any) -> None:
-            for name, part in zip("qkv", _first(output).split((q, kv, kv), dim=-1), strict=True):
+            whole = _first(output)
+            sizes = (q, kv) if whole.shape[-1] == q + kv else (q, kv, kv)  # keys may give the values
+            for name, part in zip("qkv", whole.split(sizes, dim=-1), strict=False):
                 keep(f"{prefix}self_attn.{name}_proj", part, is_split=True)
 
         return catch
@@ -141,7 +144,7 @@ def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) 
             yield layer.input_layernorm, output_of(prefix + norms["input_norm"])
         is_net = number in shape.delta_layers
         if shape.latent is None and not is_net:
-            yield attention.linear_qkv, projections(prefix)
+            yield attention.linear_qkv, projections(prefix, shape.at(number))
         elif shape.latent is not None:
             name = "q_b_proj" if shape.latent.query else "q_proj"
             yield attention.linear_q_up_proj, output_of(f"{prefix}self_attn.{name}", is_split=True)

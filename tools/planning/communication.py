@@ -157,8 +157,11 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     reduced = times * hidden + 2 * _FLOAT * work.optimizer_steps * summed
     sent = reduced * (tp - 1) + exchanged * (layout.expert_tp_size - 1)
     yield count("TP", link_of(layout, cluster, "tp"), sent / tp)
-    attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / tp * tokens * itemsize
-    yield count("CP", link_of(layout, cluster, "cp"), layers * rounds * attention * (cp - 1) / cp)
+    shapes = [shape.at(number) for chunk in chunks for number in chunk]
+    attention = (
+        sum((2 * own.num_heads + 2 * own.num_kv_heads) * own.head_dim for own in shapes) / tp * tokens * itemsize
+    )
+    yield count("CP", link_of(layout, cluster, "cp"), rounds * attention * (cp - 1) / cp)
     exchanged /= tp if section.sequence_parallel else 1
     link = _link_to(layout.first_rank + layout.expert_tp_size * ep - 1, layout, cluster)
     yield count("EP", link, exchanged * (ep - 1) / ep)

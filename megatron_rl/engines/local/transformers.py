@@ -35,7 +35,8 @@ from megatron_rl.parallel.batch_invariant import compute_all_logprobs, multiply
 from megatron_rl.parallel.collectives import keep_random_streams
 from megatron_rl.samples.batch import SegmentKeys
 from megatron_rl.types import KeptSets
-from megatron_rl.weights.packed_experts import list_huggingface_tensors, split_huggingface_experts
+from megatron_rl.weights.family import FAMILIES
+from megatron_rl.weights.packed_experts import list_weights, split_huggingface_experts
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
 
@@ -102,6 +103,9 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
         as_we_call_it = dict(return_dict=True, output_hidden_states=False, output_attentions=False)
         config = AutoConfig.from_pretrained(spec.model_path, local_files_only=True, **as_we_call_it)
         vars(config).pop("quantization_config", None)  # weights arrive decoded
+        if FAMILIES[spec.shape.family].image_text is not None:
+            config = config.get_text_config()
+            config.tie_word_embeddings = spec.shape.tied_embeddings
         with keep_random_streams():
             self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype)).eval()
         self._model.to(spec.process.device).requires_grad_(False)
@@ -116,11 +120,11 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
             assert len(routers) == layers, f"{len(routers)} routers in {layers} layers"
             for router in routers:
                 router.register_forward_hook(lambda _, inputs, output: self._chosen.append(output[2]))
-        self.shared_params = share_params(list_huggingface_tensors(self._model), spec.shareable(self._placements))
+        self.shared_params = share_params(list_weights(self._model), spec.shareable(self._placements))
         if spec.config.bitwise:
             make_batch_invariant(self._model)
         self.params = split_huggingface_experts(
-            spec.shape, {name: p.data for name, p in list_huggingface_tensors(self._model).items()}
+            spec.shape, {name: p.data for name, p in list_weights(self._model).items()}
         )
         check_placements(
             self._placements,

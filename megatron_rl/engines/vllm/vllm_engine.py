@@ -52,7 +52,7 @@ from megatron_rl.parallel.batch_invariant import compute_all_logprobs, multiply
 from megatron_rl.parallel.collectives import keep_random_streams
 from megatron_rl.samples.batch import SegmentKeys
 from megatron_rl.weights.megatron_layout import padded_vocab_size
-from megatron_rl.weights.packed_experts import is_packed, split_experts, split_turns
+from megatron_rl.weights.packed_experts import is_packed, list_weights, split_experts, split_turns
 from megatron_rl.weights.quantization import SCALE_SUFFIX
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
@@ -77,7 +77,7 @@ class VllmEngine:
         self._routes: RouteRecorder | None = None
 
         def bind(model: torch.nn.Module) -> None:
-            shared.update(share_params(dict(model.named_parameters()), shareable))
+            shared.update(share_params(list_weights(model), shareable))
             self._routes = None if spec.route_shape is None else RouteRecorder(model, spec.route_shape)
 
         register_loader(bind)
@@ -470,12 +470,12 @@ def list_params(models: torch.nn.ModuleList, spec: EngineSpec) -> dict[str, torc
     """
     shape, named = spec.shape, dict[str, torch.Tensor]()
     done = {id(p) for module in list_absorbing(models) for p in module.parameters(recurse=False)}  # derived
-    for name, p in (pair for model in models for pair in model.named_parameters()):
+    for name, p in (pair for model in models for pair in list_weights(model).items()):
         if id(p) not in done:
             named[name.replace(".base_layer.", ".").replace(".mtp_block.", ".")] = p.data
             done.add(id(p))
     if shape.latent is not None:
-        from megatron_rl.weights.special_parts import split_latents
+        from megatron_rl.weights.head_sizes import split_latents
 
         named = split_latents(named, shape.latent)
     params = split_experts(named)

@@ -107,6 +107,9 @@ def prepare_vllm(device: torch.device) -> ModuleType:
         torch._dynamo.config.disable = True
         # This module imports inductor to patch it, which is useless without torch.compile.
         sys.modules.setdefault("vllm.env_override", ModuleType("vllm.env_override"))
+        # Gemma 4 imports the compiler even in eager mode, for names of its parts.
+        compiler: Any = sys.modules.setdefault("vllm.compilation.backends", ModuleType("vllm.compilation.backends"))
+        compiler.set_model_tag = lambda tag: nullcontext()
     logging.getLogger("vllm").setLevel(logging.ERROR)
     # vLLM logs the engine's state at errors, 10 kB from each rank.
     logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)

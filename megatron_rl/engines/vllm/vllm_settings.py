@@ -87,7 +87,7 @@ def caches_latents(spec: EngineSpec) -> bool:
     """Return whether vLLM caches latents."""
     if spec.shape.latent is None:
         return False
-    from megatron_rl.weights.special_parts import has_latent_cache
+    from megatron_rl.weights.head_sizes import has_latent_cache
 
     return has_latent_cache(spec.shape.latent, spec.config, spec.dtype, is_gpu=spec.process.device.type == "cuda")
 
@@ -199,6 +199,8 @@ def _take_text_part(shape: ModelShape, config: Any) -> Any:
     """Reduce an image-text config to its text part."""
     config = config.get_text_config()
     config.quantization_config = None
+    if hasattr(config, "use_bidirectional_attention"):  # between tokens of images
+        config.use_bidirectional_attention = None
     config.architectures = [FAMILIES[shape.family].architecture]
     config.tie_word_embeddings = shape.tied_embeddings
     return config
@@ -226,9 +228,9 @@ def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
             expected="vLLM's own exchange of tokens between experts: the other ones need GPUs",
             hint="leave it out on a CPU",
         )
-    if shape.head_dim not in CPU_HEAD_DIMS:
+    if wrong := {shape.head_dim, shape.full.head_dim}.difference(CPU_HEAD_DIMS):
         raise UserError(
-            f"vLLM's CPU attention does not serve head_dim {shape.head_dim}",
+            f"vLLM's CPU attention does not serve head_dim {', '.join(map(str, wrong))}",
             source="model.path config.json",
             expected=f"a head_dim of {CPU_HEAD_DIMS}",
             hint="use rollout.engine=hf for this model on CPU",
@@ -300,11 +302,12 @@ def cpu_cache_bytes(spec: EngineSpec) -> int:
     """
     if spec.config.kv_cache_gib is not None:
         return int(spec.config.kv_cache_gib * (1 << 30))
+    from megatron_rl.weights.support import count_cached
+
     shape: ModelShape = spec.shape
     itemsize = 4 if spec.dtype == "float32" else 2
-    kv_heads = max(1, shape.num_kv_heads // spec.config.tensor_model_parallel_size)
     layers = shape.num_layers + (spec.config.draft_tokens > 0)
-    per_token = 2 * layers * kv_heads * shape.head_dim * itemsize
+    per_token = count_cached(shape, range(layers), spec.config.tensor_model_parallel_size) * itemsize
     if shape.latent is not None and caches_latents(spec):
         per_token = layers * shape.latent.cached * itemsize
     length = spec.max_prompt_length + spec.max_response_length
