@@ -3,7 +3,7 @@
 
 Also KL(policy || reference) per token (J. Schulman, "Approximating KL Divergence", 2020), and its adaptive coefficient.
 
-All shapes, those of sums per packed sequence included, depend on t only, as CUDA graphs require.
+All shapes depend on t only, as CUDA graphs require; this includes sums per packed sequence.
 
 `loss_weights` hold global denominators: sums over microbatches and DP ranks give the optimizer step's loss, whatever
 they are. An aggregation gives each sequence one weight; a sequence without tokens in the loss still counts in

@@ -26,7 +26,7 @@ def add_drafter(hybrid: HybridEngine, layer: Any, tp_size: int) -> None:
 
     def build(context: TransferContext, wide: frozenset[str]) -> list[Transfer]:
         tensors = TensorSet(shape.logical_tensors(), layer.params, layer.placements, place)
-        # The float32 tensors of the layer are those of the one before it.
+        # The layer has float32 tensors where the one before it has them.
         last, own = (f"model.layers.{number}." for number in (shape.mtp_layer - 1, shape.mtp_layer))
         wide = frozenset(name.replace(last, own) for name in wide)
         context = replace(context, actor_ranks=layer.layout.ranks, actor_key=layer.shard_key)

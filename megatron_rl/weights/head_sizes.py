@@ -65,7 +65,7 @@ class FullHeads:
         return {FULL + kind: by_kind[kind] for kind in _HEAD_KINDS}
 
     def rename(self, kinds: Mapping[str, str]) -> dict[str, str]:
-        """Return the kinds of a full layer's attention by name, from those of another layer."""
+        """Return the kinds of a full layer's attention by name, from another layer's kinds."""
         missing = {"v.weight"} if self.shares_values else set()
         return {name: FULL + kind for name, kind in kinds.items() if kind not in missing}
 
@@ -170,7 +170,7 @@ def _is_plain(rope: Mapping[str, Any]) -> bool:
 def read_full_heads(config: dict[str, Any], sliding_layers: tuple[int, ...], source: str) -> dict[str, Any]:
     """Parse the fields of `ModelShape` that Gemma 4 has.
 
-    Published files have one size for all full layers, and transformers 5 writes those of each layer
+    Published files have one size for all full layers; transformers 5 writes a size for each layer
     (`per_layer_config`).
 
     Raises:

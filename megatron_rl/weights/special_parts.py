@@ -149,7 +149,7 @@ def _refuse_unserved(wrong: Mapping[str, Any], source: str, expected: str) -> No
 def refuse_special(
     config: dict[str, Any], family: Family, rope: dict[str, Any], source: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Refuse unsupported options of special parts (UserError); return the other ones, and those of `rope`."""
+    """Refuse unsupported options of special parts (UserError); return the other ones, and the options of `rope`."""
     if family.has_sinks:
         wrong = _find_unserved(config, _OF_SINKS)
         encoding = wrong.pop("quantization_config", None)

@@ -165,7 +165,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MtpReference]:
 
 
 def test_stop_strings_end_among_the_tokens_of_a_step(tmp_path: Path, vllm_imported: None) -> None:
-    """With the log-probs of the tokens up to there, and those of the likeliest and the prompt, as without drafts."""
+    """With the log-probs of the tokens up to there, of the likeliest tokens and of the prompt, as without drafts."""
     save_model_with_mtp(tmp_path / "model", "glm4_moe", **engine_sizes("glm4_moe"))
     ((whole, cut),), ((others, expected),) = (run_ranks(work_on_ends, 1, tmp_path / "model", n) for n in (3, 0))
     assert whole == others
