@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's side of bench_real.py: an unchanged GRPOTrainer with the settings of our recipe, which writes metrics.jsonl.
 
-PYTHONPATH=DIRECTORY_OF_TRL python tools/benchmarks/_trl_real.py DIR STEPS MICRO_BATCH
+PYTHONPATH=DIRECTORY_OF_TRL python tools/benchmarks/_trl_real.py DIR STEPS MICRO_BATCH SEED
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Recorder(TrainerCallback):
             file.write(json.dumps({"step": step, **values, "time/step": time.monotonic() - self._start}) + "\n")
 
 
-def build_arguments(config: RunConfig, directory: Path, steps: int, micro_batch: int) -> Any:
+def build_arguments(config: RunConfig, directory: Path, steps: int, micro_batch: int, seed: int) -> Any:
     """Return TRL's settings for our recipe."""
     from trl import GRPOConfig
 
@@ -108,6 +108,7 @@ def build_arguments(config: RunConfig, directory: Path, steps: int, micro_batch:
         beta=0.0,
         loss_type="dapo",  # the mean over tokens
         max_steps=steps,
+        seed=seed,
         learning_rate=actor.lr,
         lr_scheduler_type="linear",
         warmup_steps=actor.lr_warmup_steps,
@@ -126,7 +127,7 @@ def build_arguments(config: RunConfig, directory: Path, steps: int, micro_batch:
     )
 
 
-def train(directory: Path, steps: int, micro_batch: int) -> None:
+def train(directory: Path, steps: int, micro_batch: int, seed: int) -> None:
     """Train with TRL."""
     from trl import GRPOTrainer
 
@@ -143,9 +144,9 @@ def train(directory: Path, steps: int, micro_batch: int) -> None:
         reward_funcs=recorder.reward,
         train_dataset=Dataset.from_list(rows),
         callbacks=[recorder],
-        args=build_arguments(config, directory, steps, micro_batch),
+        args=build_arguments(config, directory, steps, micro_batch, seed),
     ).train()
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -47,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", type=Path, required=True, metavar="DIR", help="directory that contains TRL")
     parser.add_argument("--steps", type=int, default=16, help="optimizer steps (16)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of both sides (1)")
     parser.add_argument("--threads", type=int, default=2, help="threads of a side (2)")
     parser.add_argument("--micro-batch", type=int, default=16, help="TRL's per_device_train_batch_size (16)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory for runs, JSON, picture")
@@ -90,12 +91,13 @@ def run_side(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     if name == "trl":
         environment["PYTHONPATH"] = str(options.trl)
         command = [str(ROOT / "tools/benchmarks/_trl_real.py"), str(directory), str(options.steps)]
-        command += [str(options.micro_batch)]
+        command += [str(options.micro_batch), str(options.seed)]
     else:  # one rank without torchrun, whose process would hide the rank's
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [str(ROOT / "launch/pretrain_grpo.py"), str(RECIPE), f"trainer.run_dir={directory}"]
         command += [f"trainer.total_steps={options.steps}", f"trainer.test_freq={TEST_FREQ}"]
+        command += [f"trainer.seed={options.seed}"]
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / f"{name}.log"
     with log.open("wb") as output:
@@ -148,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    (options.out / "result.json").write_text(json.dumps({"threads": options.threads, **results}, indent=2) + "\n")
+    (options.out / "result.json").write_text(json.dumps({"seed": options.seed, "threads": options.threads, **results}, indent=2) + "\n")
     plot(results, 128, options.out / "real_against_trl.png")
     return 0
 
