@@ -31,6 +31,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 import numpy as np
 import torch
+from mtp_models import save_model_with_mtp
 from safetensors.torch import load_file
 
 from distributed import run_ranks
@@ -256,6 +257,8 @@ RUNS: dict[str, GoldenRun] = {
             "actor.router_replay=engine",
         ],
     ),
+    # Its recording is older than `rollout.draft_tokens`, which is 0.
+    "mtp": GoldenRun(1, [*NO_VALIDATION, "model.path={task}/mtp", "actor.mtp_lr=1e-2"]),
 }
 
 
@@ -267,7 +270,8 @@ def make_golden_task(directory: Path) -> None:
     save_tiny_model(directory / "reward_model", "qwen2", **sizes, num_labels=1)
     save_tiny_model(directory / "moe", "qwen3_moe", **sizes)
     save_tiny_model(directory / "other", "qwen2", **sizes | dict(num_hidden_layers=4))
-    for name in ("moe", "other"):
+    save_model_with_mtp(directory / "mtp", "glm4_moe", **ENGINE_SIZES, vocab_size=vocab)
+    for name in ("moe", "other", "mtp"):
         shutil.copy(directory / "tokenizer.model", directory / name)
     # The same for every response to half of the prompts.
     (directory / "dapo.py").write_text(

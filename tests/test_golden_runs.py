@@ -70,6 +70,7 @@ def test_the_runs_do_what_they_are_for() -> None:
         ("lora_adapter", "policy/grad_norm", 1e-3),
         ("teacher", "distill/kl", 1e-3),
         ("moe_replayed", "moe/agreement", 0.5),
+        ("mtp", "mtp/grad_norm", 1e-3),
     ):
         assert min(read(name)["metrics"][key].values()) >= least, name
     for name, most in (("stale", 1), ("stale_replayed", 2), ("apart", 1)):

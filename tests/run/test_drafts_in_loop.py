@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from mtp_models import save_model_with_mtp
 
 import megatron_rl
 from distributed import run_ranks
+from golden_runs import observe
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
@@ -141,6 +144,33 @@ def test_a_run_with_drafts_samples_its_policy(task: Path, models: dict[str, Path
     assert not any("draft" in name for record in plain for name in record)
     for with_drafts, without in zip(records, plain, strict=True):
         assert with_drafts.keys() == {*without, "rollout/draft_acceptance"}
+
+
+def train_and_look(rank: int, world_size: int, overrides: list[str]) -> tuple[Any, bool, list[bool]]:
+    """What `train` returns, whether the module for drafters is loaded, which functions of vLLM are replaced."""
+    sys.modules.pop("megatron_rl.transfer.drafter", None)
+    sampler = import_module("vllm.v1.sample.rejection_sampler")
+    proposer = import_module("vllm.v1.spec_decode.llm_base_proposer")
+    pairs = (sampler, "expand_batch_to_tokens"), (proposer, "compute_probs_and_sample_next_token")
+    before = [getattr(module, name) for module, name in pairs]
+    error = train(rank, world_size, overrides)
+    is_replaced = [getattr(module, name) is not old for (module, name), old in zip(pairs, before, strict=True)]
+    return error, "megatron_rl.transfer.drafter" in sys.modules, is_replaced
+
+
+def test_a_run_of_no_drafts_is_a_run_without_the_setting(
+    task: Path, models: dict[str, Path], tmp_path: Path, vllm_imported: None
+) -> None:
+    """Metrics, rollouts and weights bit for bit, without any code of drafts; tests/golden/mtp.json is older than it."""
+    found = {}
+    for name, drafts in (("absent", []), ("zero", ["rollout.draft_tokens=0"]), ("one", ["rollout.draft_tokens=1"])):
+        settings = [*SETTINGS[:1], "trainer.log_rollouts=-1", "trainer.total_steps=2", *MTP, *drafts]
+        overrides = overrides_for(task, tmp_path / name, *settings, f"model.path={models['glm4_moe']}")
+        ((error, is_loaded, is_replaced),) = run_ranks(train_and_look, 1, overrides, timeout=170)
+        assert error is None and {is_loaded, *is_replaced} == {name == "one"}
+        found[name] = observe(tmp_path / name)
+    assert found["absent"]["weights"].keys() >= {"actor", "mtp"}
+    assert found["zero"] == found["absent"] != found["one"]
 
 
 ASYNC = ["schedule.max_staleness=1", "schedule.updates=in_flight", "schedule.steps_per_update=3"]
