@@ -150,7 +150,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    (options.out / "result.json").write_text(json.dumps({"seed": options.seed, "threads": options.threads, **results}, indent=2) + "\n")
+    (options.out / "result.json").write_text(
+        json.dumps({"seed": options.seed, "threads": options.threads, **results}, indent=2) + "\n"
+    )
     plot(results, 128, options.out / "real_against_trl.png")
     return 0
 
