@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,11 @@ class MtpReference:
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, self.model.config.rms_norm_eps)
 
+    def clear_gradients(self) -> None:
+        """Forget all gradients."""
+        for param in (*self.model.parameters(), *self.beside.values()):
+            param.grad = None
+
     def find_gradients(self) -> dict[str, torch.Tensor]:
         """Return gradients by transformers' parameter names; around the extra layer, by checkpoint names."""
         grads = {PREFIX + name: x.grad for name, x in self.beside.items()}
@@ -108,7 +114,7 @@ def save_model_with_mtp(directory: Path, family: str, **changes: Any) -> MtpRefe
     return MtpReference(model, beside)
 
 
-def build_with_mtp(case: Case, path: Path) -> Actor:
+def build_with_mtp(case: Case, path: Path, as_drafted: bool = False) -> Actor:
     """An actor and the layer behind its last, each on its ranks; collective."""
     actor = build_actor(case, path)
     config, shape, groups = ActorConfig(**(ACTOR | case.actor)), actor.model.shape.mtp, actor.model.groups
@@ -117,7 +123,7 @@ def build_with_mtp(case: Case, path: Path) -> Actor:
     options: dict[str, Any] = dict(spec=dict(name="mtp"), shape=shape, total_optimizer_steps=10)
     setup = make_setup("actor", path, config, own or groups, dtype=case.dtype, **options)
     mtp = Mtp(setup) if own else AbsentRole(LaidOutModel(setup.spec, shape, layout))
-    actor.attach_mtp(mtp, list_inputs)
+    actor.attach_mtp(mtp, partial(list_inputs, as_drafted=as_drafted))
     return actor
 
 

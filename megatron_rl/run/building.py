@@ -158,7 +158,7 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts, starting: Sta
     if config.actor.mtp_lr and MTP_ROLE in roles:
         from megatron_rl.training.roles.mtp import list_inputs
 
-        roles["actor"].attach_mtp(roles[MTP_ROLE], list_inputs)
+        roles["actor"].attach_mtp(roles[MTP_ROLE], partial(list_inputs, as_drafted=config.rollout.draft_tokens > 0))
     return roles
 
 

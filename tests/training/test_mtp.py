@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from mtp_models import build_with_mtp, save_model_with_mtp
+from mtp_models import MtpReference, build_with_mtp, save_model_with_mtp
 from role_setups import take_step
 
 from actor_runs import (
@@ -52,8 +52,8 @@ OTHERS = {"muon-ep2-bf16": Case(2, dict(ep_size=2), dict(optimizer="muon"), dtyp
 SAMPLED = -2.0  # log-prob that every token was sampled with
 
 
-def _measure(rank: int, world_size: int, case: Case, path: Path) -> Any:
-    actor = build_with_mtp(case, path)
+def _measure(rank: int, world_size: int, case: Case, path: Path, as_drafted: bool = False) -> Any:
+    actor = build_with_mtp(case, path, as_drafted)
     batch = build_batch(actor.model, case)
     batch.rollout_logprobs.fill_(SAMPLED)
     batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
@@ -82,15 +82,19 @@ FAMILIES = ("deepseek_v3", "glm4_moe")
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model, the mean loss of its layer, the share of drafts accepted, and the gradients."""
     path = tmp_path_factory.mktemp(request.param)
-    model = save_model_with_mtp(path, request.param)
+    return path, *measure_reference(save_model_with_mtp(path, request.param), path)
+
+
+def measure_reference(model: MtpReference, path: Path, as_served: bool = False) -> tuple[float, float, dict[str, Any]]:
+    """The mean loss of a layer, the share of drafts accepted, and the gradients; see `MtpReference.score`."""
     shape = load_model_shape(path)
-    scored = [model.score(torch.from_numpy(ids))[NUM_PROMPT_TOKENS - 2 :] for ids in draw_tokens(LENGTHS)]
+    scored = [model.score(torch.from_numpy(x), as_served)[NUM_PROMPT_TOKENS - 2 :] for x in draw_tokens(LENGTHS)]
     logprobs = torch.cat(scored)
     loss = -logprobs.mean()
     loss.backward()
     grads = split_huggingface_experts(shape.mtp, model.find_gradients())
     accepted = (logprobs.detach() - SAMPLED).clamp(max=0).exp().mean()
-    return path, loss.item(), accepted.item(), grads
+    return loss.item(), accepted.item(), grads
 
 
 def _list_turns(layouts: Iterable[str], *whole: str) -> list[Any]:
@@ -104,10 +108,29 @@ def _list_turns(layouts: Iterable[str], *whole: str) -> list[Any]:
 
 @pytest.mark.parametrize(("reference", "layout"), _list_turns(LAYOUTS), indirect=["reference"])
 def test_gradients_equal_transformers(layout: str, reference: Any) -> None:
-    path, loss, accepted, expected = reference
+    compare_with_reference(layout, *reference)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [("glm4_moe", "single"), ("deepseek_v3", "tp2-pp2-sp"), ("glm4_moe", "cp2")]
+)
+def test_gradients_equal_those_of_the_layer_that_vllm_drafts_with(family: str, layout: str, tmp_path: Path) -> None:
+    """Without the embedding of each sequence's second token, several sequences in a microbatch."""
+    model = save_model_with_mtp(tmp_path, family)
+    published = measure_reference(model, tmp_path)
+    model.clear_gradients()
+    expected = measure_reference(model, tmp_path, as_served=True)
+    assert all(abs(mine / theirs - 1) > 5e-4 for mine, theirs in zip(expected[:2], published[:2], strict=True))
+    compare_with_reference(layout, tmp_path, *expected, as_drafted=True)
+
+
+def compare_with_reference(
+    layout: str, path: Path, loss: float, accepted: float, expected: dict[str, Any], as_drafted: bool = False
+) -> None:
+    """Compare loss, acceptance and gradients of a layout with a reference's."""
     case = LAYOUTS[layout]
     case = Case(case.world_size, case.sizes, REPLICATED | case.actor)
-    ranks = run_ranks(_measure, case.world_size, case, path, timeout=100)
+    ranks = run_ranks(_measure, case.world_size, case, path, as_drafted, timeout=100)
     for metrics, *_ in ranks:
         assert metrics == ranks[0][0]
         assert metrics["mtp/loss"] == pytest.approx(loss, rel=1e-5)

@@ -55,8 +55,14 @@ class MtpPackedModel(PackedModel):
 
 
 @torch.no_grad()
-def list_inputs(model: PackedModel, hidden: Sequence[torch.Tensor], minibatch: TrainBatch) -> MtpInputs:
-    """Collect the inputs of the MTP layer; the first stage sends embeddings. Collective over the model's pipeline."""
+def list_inputs(
+    model: PackedModel, hidden: Sequence[torch.Tensor], minibatch: TrainBatch, *, as_drafted: bool = False
+) -> MtpInputs:
+    """Collect the inputs of the MTP layer; the first stage sends embeddings. Collective over the model's pipeline.
+
+    Args:
+        as_drafted: replace the embedding in the first row of each sequence by zeros, as vLLM does when it drafts.
+    """
     groups, found = model.groups, []
     for microbatch in minibatch.microbatches():
         embedded = torch.empty(0)
@@ -64,7 +70,12 @@ def list_inputs(model: PackedModel, hidden: Sequence[torch.Tensor], minibatch: T
             mine = model.own_rows(microbatch)
             tokens = find_successors(microbatch.tokens, microbatch.predecessors)
             embedding = model.stages[0].get_submodule("embedding")
-            embedded = embedding(tokens[None, mine], microbatch.position_ids[None, mine])
+            positions = microbatch.position_ids[mine]
+            embedded = embedding(tokens[None, mine], positions[None])
+            if as_drafted:  # under sequence parallelism, a TP rank has its part of these rows
+                at_tp = groups.at.tp if len(embedded) < len(positions) else 0
+                is_first = positions[at_tp * len(embedded) : (at_tp + 1) * len(embedded)] == 0
+                embedded = embedded.masked_fill(is_first[:, None, None], 0)
             if not groups.is_last_stage:
                 dist.send(embedded.contiguous(), group=groups.pp, group_dst=groups.pp.size() - 1)
         elif groups.is_last_stage:
