@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's second model runner with async scheduling on a CPU, as a GPU runs it by default.
+"""vLLM's model runners with async scheduling on a CPU, as a GPU runs them by default.
 
-Scheduler, runner and sampler are vLLM's own. Triton's interpreter computes the kernels; streams and events do nothing,
-since everything runs in order; the CPU platform, which turns async scheduling off, is overruled.
+Scheduler, runner and sampler are vLLM's own. Triton's interpreter computes the second runner's kernels; streams and
+events do nothing, since everything runs in order; the CPU platform, which turns async scheduling off, is overruled.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class _InOrder:
     record = synchronize = wait = wait_stream = do_nothing
 
 
-def use_second_runner(async_scheduling: bool = True) -> None:
-    """Make engines that this process builds on a CPU run vLLM's second model runner; call before vLLM is imported."""
-    assert os.environ.get("TRITON_INTERPRET") == "1", "Triton reads it at its import: start the process with it"
-    backends: Any = import_module("triton.backends").backends
-    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))  # without it vLLM has no Triton
-    modes = {"enforce_eager": True, "model_runner": "v2", "async_scheduling": async_scheduling}
+def use_gpu_modes(model_runner: str = "v2", async_scheduling: bool = True) -> None:
+    """Make vLLM engines of this process run as on a GPU, although on a CPU; call before vLLM is imported."""
+    if model_runner == "v2":
+        assert os.environ.get("TRITON_INTERPRET") == "1", "Triton reads it at its import: start the process with it"
+        backends: Any = import_module("triton.backends").backends
+        backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))  # else vLLM has no Triton
+    modes = {"enforce_eager": True, "model_runner": model_runner, "async_scheduling": async_scheduling}
     vllm_settings._MODES_ON_CPU.update(modes)
     stream, nothing = _InOrder(), _InOrder().do_nothing
     cuda: Any = torch.cuda

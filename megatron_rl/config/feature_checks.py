@@ -477,11 +477,9 @@ def _check_routes(config: CheckedConfig) -> None:
         expected="off or trainer",
         hint=f"set {trainer}, or rollout.engine={name_engines('routes')}",
     )
-    if config.supports("vllm_modes"):
-        for leaf, needed in (("async_scheduling", False), ("model_runner", "v1")):
-            why = "with actor.router_replay = 'engine': expert choices are read after each forward of the first runner"
-            if config.get(f"rollout.{leaf}") not in (None, "auto"):
-                config.allow(f"rollout.{leaf}", needed, why, trainer)
+    if config.supports("vllm_modes") and config.get("rollout.model_runner") != "auto":
+        why = "with actor.router_replay = 'engine': expert choices are read after each forward of the first runner"
+        config.allow("rollout.model_runner", "v1", why, trainer)
 
 
 def _check_expert_parallel(config: CheckedConfig) -> None:
@@ -501,9 +499,8 @@ def _check_expert_parallel(config: CheckedConfig) -> None:
     config.exclude("schedule.elastic=true", (name, 1, "engines outside of the job split each expert"))
     if not is_split:
         return
-    for leaf, needed in (("async_scheduling", False), ("model_runner", "v1")):
-        if config.get(f"rollout.{leaf}") not in (None, "auto"):
-            config.allow(f"rollout.{leaf}", needed, f"with {parts}: each step has a forward", f"leave {parts} out")
+    if config.get("rollout.model_runner") != "auto":
+        config.allow("rollout.model_runner", "v1", f"with {parts}: each step has a forward", f"leave {parts} out")
     config.exclude(parts, ("hybrid.lora", "merge", "adapters beside the weights are not tried with it"))
 
 

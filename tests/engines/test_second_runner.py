@@ -32,7 +32,7 @@ from megatron_rl.parallel.collectives import Process
 from megatron_rl.rollout.generation import generate
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model
-from tools._runner_on_cpu import use_second_runner
+from tools._runner_on_cpu import use_gpu_modes
 
 HAS_GPU = torch.cuda.is_available()
 SAMPLED = SamplingConfig(temperature=0.7, max_tokens=9, stop_token_ids=(2,))
@@ -80,7 +80,7 @@ def _make_requests(sampling: SamplingConfig, first_seed: int) -> list[Request]:
 def _work(rank: int, world_size: int, path: Path, arm: str, skips_searches: bool) -> dict[str, list[Sampled]]:
     device = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
     if arm != "first" and not HAS_GPU:
-        use_second_runner(ARMS[arm]["async_scheduling"])
+        use_gpu_modes(**ARMS[arm])
     spec = EngineSpec(
         model_path=str(path),
         shape=load_model_shape(path),

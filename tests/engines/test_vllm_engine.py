@@ -274,9 +274,11 @@ def test_router_replay_has_the_first_model_runner() -> None:
     gpu = torch.device("cuda", 0)
     spec = replace(SPEC, config=RolloutConfig(), process=Process(0, 1, 0, 1, gpu), records_routes=True)
     assert list_engine_environment(spec)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-    assert list_engine_arguments(spec)["async_scheduling"] is False
-    said = "eager, async scheduling off, model runner v1, which router replay needs"
+    assert list_engine_arguments(spec)["async_scheduling"] is True
+    said = "eager, async scheduling on, model runner v1, which router replay needs"
     assert describe_engine(spec.config, gpu, records_routes=True) == said
+    truncated = replace(spec, config=RolloutConfig(top_p=0.9))
+    assert list_engine_arguments(truncated)["async_scheduling"] is False
 
 
 def test_drafts_have_the_first_model_runner() -> None:

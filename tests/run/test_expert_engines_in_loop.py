@@ -19,12 +19,15 @@ from sabotage import read_rollouts
 from distributed import run_ranks
 from rl_runs import overrides_for, read_records, train
 from tiny_models import engine_sizes, save_tiny_model
+from tools._runner_on_cpu import use_gpu_modes
 
 ENGINES = {
     "tp1": [],
     "ep2": ["rollout.tensor_model_parallel_size=2", "rollout.expert_parallel_size=2"],
     "dp2": ["rollout.data_parallel_size=2", "rollout.expert_parallel_size=2"],
 }
+EARLY = "rollout.async_scheduling=true"
+ENGINES["dp2, early"] = [*ENGINES["dp2"], EARLY]
 NUMBERS = ("reward/mean", "policy/loss", "policy/grad_norm", "kl/per_response", "validation/validation/reward")
 ENVIRONMENT = """
 from megatron_rl.agents.environment import Done, Observation
@@ -52,6 +55,13 @@ def mixture(task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported:
     return directory
 
 
+def train_in_mode(rank: int, world_size: int, overrides: list[str]) -> None:
+    """Run GRPO; with `EARLY`, plan vLLM's next step during this one, as on a GPU, although on a CPU."""
+    if EARLY in overrides:
+        use_gpu_modes("v1")
+    train(rank, world_size, overrides)
+
+
 def run(
     task: Path, mixture: Path, run_dir: Path, *extra: str, world_size: int = 2
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
@@ -64,7 +74,7 @@ def run(
         "rollout.dispatch=samples",
     ]
     overrides = overrides_for(task, run_dir, *settings, *extra)
-    assert run_ranks(train, world_size, overrides, timeout=170) == [None] * world_size
+    assert run_ranks(train_in_mode, world_size, overrides, timeout=170) == [None] * world_size
     return read_records(run_dir), read_rollouts(run_dir)
 
 
@@ -79,7 +89,7 @@ def plain(task: Path, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -
     return run(task, mixture, tmp_path_factory.mktemp("plain") / "run")
 
 
-@pytest.mark.parametrize("engine", ["ep2", "dp2"])
+@pytest.mark.parametrize("engine", ["ep2", "dp2", "dp2, early"])
 def test_engines_of_whole_experts_learn_what_others_learn(
     task: Path, mixture: Path, tmp_path: Path, plain: tuple[list[Any], dict[str, bytes]], engine: str
 ) -> None:
@@ -113,11 +123,14 @@ def test_sizes_of_1_change_nothing(task: Path, mixture: Path, tmp_path: Path, pl
 
 
 @pytest.mark.slow
-def test_parts_of_an_engine_play_the_episodes_of_engines(task: Path, mixture: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["dp2", "dp2, early"])
+def test_parts_of_an_engine_play_the_episodes_of_engines(
+    task: Path, mixture: Path, tmp_path: Path, engine: str
+) -> None:
     """Turns of an episode come at any time to any part; a part without one takes part in the steps of others."""
     player = [*EPISODES, f"agents.environment={mixture}/environment.py:Echo", "trainer.total_steps=1"]
     (two, expected), (one, found) = (
-        run(task, mixture, tmp_path / engine, *player, *ENGINES[engine]) for engine in ("tp1", "dp2")
+        run(task, mixture, tmp_path / name, *player, *ENGINES[name]) for name in ("tp1", engine)
     )
     assert tokens_of(found) == tokens_of(expected)
     assert one[-1]["agents/turns"] == two[-1]["agents/turns"] > 1
@@ -125,9 +138,10 @@ def test_parts_of_an_engine_play_the_episodes_of_engines(task: Path, mixture: Pa
 
 
 @pytest.mark.slow
-def test_interrupted_responses_go_on_in_their_part(task: Path, mixture: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["dp2", "dp2, early"])
+def test_interrupted_responses_go_on_in_their_part(task: Path, mixture: Path, tmp_path: Path, engine: str) -> None:
     """Steps end while responses run; current tokens have the trainer's log-probs. The same run repeats."""
-    settings = [*STALE, *ENGINES["dp2"], "rollout.max_num_seqs=3", "trainer.total_steps=3"]
+    settings = [*STALE, *ENGINES[engine], "rollout.max_num_seqs=3", "trainer.total_steps=3"]
     records, rollouts = run(task, mixture, tmp_path / "run", *settings)
     steps = [record for record in records if "schedule/staleness_max" in record]
     assert len(steps) == 3 and any(record["schedule/carried"] > 0 for record in steps)

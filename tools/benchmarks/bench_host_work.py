@@ -51,7 +51,7 @@ from megatron_rl.samples.experience import describe_rollouts
 from megatron_rl.samples.table import HEADER, Headers, Holders, build_headers, plan_fetch
 from megatron_rl.types import Branch, Prompt, Rollout, Turn
 from megatron_rl.weights.model_config import load_model_shape
-from tools._runner_on_cpu import use_second_runner
+from tools._runner_on_cpu import use_gpu_modes
 
 GROUP_SIZE = 8
 PROMPT, LONGEST = 64, 256  # tokens: short sequences, to leave little else to do
@@ -227,7 +227,7 @@ def measure_engine(arm: str, running: int, steps: int) -> dict[str, Any]:
 
 def _build_engine(arm: str, directory: str, running: int, steps: int) -> Any:
     if arm == "after":
-        use_second_runner()
+        use_gpu_modes()
     with kept_imports():  # as a run does
         module: Any = import_module("megatron_rl.engines.vllm.vllm_engine")
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

@@ -16,9 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig
 from megatron_rl.config.sections import format_ranks
+from megatron_rl.engines.vllm.vllm_settings import fit_to_device
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Cluster, Job
 from megatron_rl.planning.memory import (
@@ -276,7 +279,8 @@ class Assumptions:
         return (
             f"{self.mfu:.0%} of peak operations; {self.bandwidth_efficiency:.0%} of memory bandwidth, with "
             f"{self.decode_overhead * 1e3:g} ms per decoding pass and {self.request_overhead * 1e6:g} us per response "
-            f"in it; updates without CUDA graphs launch a layer of a microbatch in {self.layer_overhead * 1e3:g} ms; "
+            f"in it, hidden by the pass before if vLLM plans early; updates without CUDA graphs launch a layer of a "
+            f"microbatch in {self.layer_overhead * 1e3:g} ms; "
             f"{self.link_efficiency:.0%} of link bandwidth; "
             f"responses of {self.mean_response:.0%} and prompts of {self.mean_prompt:.0%} of the longest"
         )
@@ -454,6 +458,14 @@ def place_engines(job: Job, gpus: int) -> Job:
     return replace(placed, cluster=replace(job.cluster, nodes=1, gpus_per_node=size + more))
 
 
+def plans_passes_early(job: Job) -> bool:
+    """Return whether the host of an engine prepares a decoding pass during the one before."""
+    rollout, records_routes = job.config.rollout, job.config.actor.router_replay == "engine"
+    if not rollout.supports("vllm_modes"):
+        return False
+    return bool(fit_to_device(rollout, torch.device("cuda"), records_routes).async_scheduling)
+
+
 def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed: Assumptions) -> float:
     rollout, shape, cluster = job.config.rollout, job.shape, job.cluster
     tp, layout = job.engine_tp, job.layout
@@ -471,6 +483,7 @@ def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed
     bandwidth = cluster.memory_bandwidth * assumed.bandwidth_efficiency
     operations = running * count_operations(shape, mean) / tp / (cluster.flops * assumed.mfu)
     host = assumed.decode_overhead + running * assumed.request_overhead
-    decode = passes * (max((weights + running * mean * per_token) / bandwidth, operations) + host)
+    device = max((weights + running * mean * per_token) / bandwidth, operations)
+    decode = passes * (max(device, host) if plans_passes_early(job) else device + host)
     prefill = per_engine * work.prompt_tokens * count_operations(shape, work.prompt_tokens) / tp
     return decode + prefill / (cluster.flops * assumed.mfu)

@@ -16,17 +16,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a decoding pass: fixed, per running response, per prefilled token, per KV cache token read."""
+    """Seconds of a decoding pass: fixed, per running response, per prefilled token, per KV cache token read.
+
+    Attributes:
+        host_fixed, host_per_request: of the host, which prepares a pass during the one before; the longer one counts.
+    """
 
     fixed: float
     per_request: float
     per_prompt_token: float = 0.0
     per_context_token: float = 0.0
+    host_fixed: float = 0.0
+    host_per_request: float = 0.0
 
     def of_passes(self, passes: int, running: int, context: int) -> float:
         """Return the seconds of passes from these numbers of responses and cached tokens."""
         read = passes * context + running * passes * (passes - 1) / 2
-        return passes * (self.fixed + self.per_request * running) + self.per_context_token * read
+        device = passes * (self.fixed + self.per_request * running) + self.per_context_token * read
+        return max(device, passes * (self.host_fixed + self.host_per_request * running))
 
 
 @dataclass(frozen=True)

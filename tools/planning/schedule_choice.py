@@ -2,8 +2,8 @@
 """Choice of a schedule and of the ranks for engines: options are simulated, one is recommended.
 
 Costs of training and weight transfer come from `communication.py` and `switch.py`. A decoding pass reads the weights
-and the KV cache; operations and messages add without overlap. On own ranks, roles keep their layouts with fewer
-replicas. For a job with a placement, only staleness varies.
+and the KV cache; operations and messages add without overlap, the host's work overlaps if vLLM plans passes early. On
+own ranks, roles keep their layouts with fewer replicas. For a job with a placement, only staleness varies.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tools.planning.communication import (
     count_reduced,
     list_traffic,
     place_engines,
+    plans_passes_early,
     predict_step,
 )
 from tools.planning.engine_clock import EngineModel, StepCost
@@ -165,12 +166,18 @@ def _describe_pass(job: Job, kv_bytes_per_token: int, running: int, assumed: Ass
     def compute(length: float) -> float:
         return count_operations(shape, length) / tp / (cluster.flops * assumed.mfu) + sent
 
-    return StepCost(
-        weights / bandwidth + assumed.decode_overhead,
-        compute(0) + assumed.request_overhead,
+    cost = StepCost(
+        weights / bandwidth,
+        compute(0),
         compute(data.max_prompt_length * assumed.mean_prompt),
         kv_bytes_per_token / bandwidth,
+        assumed.decode_overhead,
+        assumed.request_overhead,
     )
+    if plans_passes_early(job):
+        return cost
+    fixed, per_request = cost.fixed + cost.host_fixed, cost.per_request + cost.host_per_request
+    return replace(cost, fixed=fixed, per_request=per_request, host_fixed=0.0, host_per_request=0.0)
 
 
 def _list_shares(job: Job, assumed: Assumptions) -> Iterator[tuple[int, Costs]]:
@@ -230,7 +237,12 @@ def format_schedules(choice: ScheduleChoice) -> str:
     lines = [
         f"schedules, simulated; responses: {choice.lengths}",
         f"  a decoding pass takes {cost.fixed * 1e3:.1f} ms, {cost.per_request * 1e6:.0f} us per response and "
-        f"{cost.per_context_token * 1e9:.0f} ns per token in the KV cache",
+        f"{cost.per_context_token * 1e9:.0f} ns per token in the KV cache"
+        + (
+            f", and the host in it {cost.host_fixed * 1e3:.1f} ms and {cost.host_per_request * 1e6:.0f} us per response"
+            if cost.host_fixed
+            else ""
+        ),
         f"  {'':42}{'s/step':>9}{'faster':>8}{'engines idle':>14}{'training idle':>15}{'staleness':>11}{'at most':>9}",
     ]
     for option in choice.options:

@@ -187,6 +187,9 @@ class VllmEngine:
                 self._llm.llm_engine.engine_core.execute_dummy_batch()
                 return []
             ended: Any = self._llm.llm_engine.step()
+        if self._routes is not None:
+            queue: Any = self._llm.llm_engine.engine_core.engine_core.batch_queue or ()  # of async scheduling
+            self._routes.collect(sum(scheduled.total_num_scheduled_tokens > 0 for _, scheduled, _ in queue))
         finished = [self._end(name, response) for name, response in ended]
         if self._stop is None and not any(request.extras for request in self._requests.values()):
             return finished

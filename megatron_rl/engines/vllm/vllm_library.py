@@ -25,6 +25,7 @@ import ctypes
 import logging
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partialmethod
@@ -491,11 +492,14 @@ class RouteRecorder:
         self._routes: dict[str, np.ndarray] = {}  # by request; allocated for its maximum length
         self._known: dict[str, int] = {}  # by request: number of leading tokens with routes
         self._blocks: dict[int, np.ndarray] = {}  # by number of the KV-cache block
+        # By forward: experts on the host, and of each request the first unknown place, the first computed one, the one
+        # after the last, and the numbers of these places' blocks.
+        self._copies = deque[tuple[torch.Tensor, list[tuple[str, int, int, int, np.ndarray]]]]()
 
     def follow(self, runner: Any) -> None:
         """Collect the routes of each forward of a v1 model runner."""
         self._batch = runner.input_batch
-        self._execute, runner.execute_model = runner.execute_model, self._execute_and_collect
+        self._execute, runner.execute_model = runner.execute_model, self._execute_and_copy
 
     def expect(self, name: str, request: Request) -> None:
         """Prepare to record the expert choices of a request that vLLM calls `name`."""
@@ -503,32 +507,51 @@ class RouteRecorder:
         self._known[name] = 0
 
     def take(self, name: str, length: int) -> np.ndarray:
-        """Remove a request; return the expert choices for its first `length` tokens, [length, layers, choices]."""
+        """Remove a request; return the expert choices for its first `length` tokens, [length, layers, choices].
+
+        The choices for the last token are unknown, although a forward that was started before its sampling ended may
+        have had it.
+        """
         del self._known[name]
-        return self._routes.pop(name)[:length]
+        routes = self._routes.pop(name)[:length]
+        routes[-1:] = self._shape.unknown(1)
+        return routes
 
     def clear(self) -> None:
         """Drop the recorded expert choices of all requests and KV-cache blocks."""
         self._routes, self._known, self._blocks = {}, {}, {}
+        self._copies.clear()
 
-    def _execute_and_collect(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
+    def _execute_and_copy(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
+        """Run a forward and start the copy of its expert choices, which ends before its tokens are sampled."""
         result = self._execute(scheduled, *arguments, **options)
         if not scheduled.total_num_scheduled_tokens:
             return result
-        experts = self._buffer.snapshot_routing_data(scheduled.total_num_scheduled_tokens).cpu().numpy()
-        rows = experts[:, self._layers].astype(self._shape.dtype)  # [rows, layers, choices], request by request
-        table, at = self._batch.block_table[0], 0
+        experts = self._buffer.snapshot_routing_data(scheduled.total_num_scheduled_tokens).to("cpu", non_blocking=True)
+        table, requests = self._batch.block_table[0], []
         for index, name in enumerate(self._batch.req_ids):
-            first, count = int(self._batch.num_computed_tokens_cpu[index]), scheduled.num_scheduled_tokens[name]
-            size, numbers = table.block_size, table.block_table.np[index]
-            routes, found = self._routes.get(name), rows[at : at + count]
-            at += count
-            for place in range(first, first + count):
-                block = self._blocks.setdefault(int(numbers[place // size]), self._shape.unknown(size))
-                block[place % size] = found[place - first]
-            if routes is not None:
-                for place in range(self._known[name], first):  # from the prefix cache
-                    routes[place] = self._blocks[int(numbers[place // size])][place % size]
-                routes[first : first + count] = found
-                self._known[name] = first + count
+            first = int(self._batch.num_computed_tokens_cpu[index])
+            end, start = first + scheduled.num_scheduled_tokens[name], min(first, self._known.get(name, first))
+            numbers = table.block_table.np[index, start // table.block_size : (end - 1) // table.block_size + 1]
+            requests.append((name, start, first, end, numbers.copy()))
+            if name in self._known:
+                self._known[name] = end
+        self._copies.append((experts, requests))
         return result
+
+    def collect(self, in_flight: int) -> None:
+        """Read the copies of all forwards but the last `in_flight`, whose tokens are not known yet."""
+        size = self._batch.block_table[0].block_size
+        while len(self._copies) > in_flight:
+            experts, requests = self._copies.popleft()
+            rows, at = experts.numpy()[:, self._layers].astype(self._shape.dtype), 0  # [rows, layers, choices]
+            for name, start, first, end, numbers in requests:
+                blocks = [self._blocks.setdefault(int(n), self._shape.unknown(size)) for n in numbers]
+                routes, found = self._routes.get(name), rows[at : at + end - first]
+                at += end - first
+                for place in range(first, end):
+                    blocks[place // size - start // size][place % size] = found[place - first]
+                if routes is not None:
+                    for place in range(start, first):  # from the prefix cache
+                        routes[place] = blocks[place // size - start // size][place % size]
+                    routes[first:end] = found

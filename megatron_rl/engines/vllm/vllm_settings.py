@@ -49,7 +49,10 @@ def fit_to_device(config: RolloutConfig, device: torch.device, records_routes: b
     if config.data_parallel_size > 1 or config.draft_tokens:
         chosen = "v1"
     runner = chosen if config.model_runner == "auto" else config.model_runner
-    scheduling = runner == "v2" if config.async_scheduling is None else config.async_scheduling
+    is_early = runner == "v2"
+    if records_routes or config.data_parallel_size > 1:
+        is_early = not config.is_ever_truncated and not config.draft_tokens
+    scheduling = is_early if config.async_scheduling is None else config.async_scheduling
     return replace(config, model_runner=runner, async_scheduling=scheduling)
 
 
