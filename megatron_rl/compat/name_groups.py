@@ -642,6 +642,26 @@ def _overlong_buffer_group(prefix: str) -> AliasGroup:
     )
 
 
+def trackers_group(name: str, nothing: str = "") -> AliasGroup:
+    """Build the translation of a list of places for the metrics; the value `nothing` names none."""
+
+    def combine(parts: Parts) -> Combined:
+        given = parts[name]
+        places = given.value if isinstance(given.value, list) else [given.value]
+        if "wandb" in places:
+            yield put(given, "observability.wandb", "online", weak=True)
+        if trackers := [place for place in places if place in _TRACKERS]:
+            yield put(given, "observability.trackers", trackers, weak=True)
+        if unknown := [str(place) for place in places if place not in (*_ALWAYS, *_TRACKERS, "wandb", nothing, None)]:
+            yield note(given, f"there is no tracker {' and no '.join(unknown)} (docs/watching.md#trackers)")
+
+    meaning = (
+        f"observability.wandb=online with wandb, observability.trackers with {', '.join(_TRACKERS)}; the console, "
+        "metrics.jsonl and TensorBoard have the metrics anyway"
+    )
+    return AliasGroup((name,), meaning, combine)
+
+
 def _offload_group(prefix: str, role: str) -> AliasGroup:
     """Build the translation of what of a role's optimizer is on the host."""
     whole, options = f"{prefix}.megatron.optimizer_offload", f"{prefix}.optim.override_optimizer_config"
@@ -674,6 +694,7 @@ def _offload_group(prefix: str, role: str) -> AliasGroup:
 
 
 _CLIP_RATIO = f"{_ACTOR}.clip_ratio"
+_TRACKERS, _ALWAYS = ("mlflow", "trackio", "swanlab"), ("console", "tensorboard", "file")
 _ROLES = (("actor_rollout_ref.actor", "actor"), ("critic", "critic"))
 GROUPS: tuple[AliasGroup, ...] = (
     AliasGroup(
@@ -720,6 +741,7 @@ GROUPS: tuple[AliasGroup, ...] = (
     AliasGroup((_REWARD_KEY,), "reward.rule=by_data_source, unless the recipe has another rule", _combine_reward_key),
     AliasGroup((_TRUNCATION, _FILTER), "data.overlong_prompts", _combine_overlong),
     AliasGroup((_DO_SAMPLE, _VAL_TEMPERATURE), "rollout.validation_temperature", _combine_validation_sampling),
+    trackers_group("trainer.logger"),
     AliasGroup((_RESUME_MODE, _RESUME_PATH), "checkpoint.resume", _combine_resume),
     *(
         _overlong_buffer_group(place)

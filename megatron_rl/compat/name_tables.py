@@ -155,7 +155,6 @@ def trainable_names(role: str) -> dict[str, Alias]:
 
 
 _RUNS = "torchrun decides the number of ranks; a dry run plans for as many as this says"
-_TRACKING = "metrics go to metrics.jsonl and TensorBoard; observability.wandb=online sends them to W&B too"
 _REFERENCE = "the reference model has the layout of the actor"
 _NO_REUSE = "there is no reuse of rollouts, which are made in every step"
 _ENGINE = "the engine decides"
@@ -387,7 +386,6 @@ _TRAINER: dict[str, Alias] = {
     **each("nnodes n_gpus_per_node", Ignored(_RUNS)),
     "device": Ignored("the device is found at start"),
     "balance_batch": Ignored("batches are always balanced over the DP ranks"),
-    "logger": Ignored(_TRACKING),
     "default_hdfs_dir": Only((), "there is no writing to HDFS; files are written to trainer.run_dir"),
     **each("use_legacy_worker_impl use_v1", Ignored(MEGATRON)),
     "v1.trainer_mode": Only(("sync",), "set schedule.max_staleness and placement.rollout"),
@@ -487,7 +485,7 @@ PATTERNS: Mapping[str, Ignored | Only] = {
     ),
     "actor_rollout_ref.rollout.engine_kwargs.*": Ignored(_ENGINE),
     "actor_rollout_ref.rollout.trace.*": Ignored("trainer.log_rollouts writes rollouts"),
-    "actor_rollout_ref.rollout.prometheus.*": Ignored(_TRACKING),
+    "actor_rollout_ref.rollout.prometheus.*": Ignored("metrics go to metrics.jsonl and TensorBoard"),
     "actor_rollout_ref.rollout.layer_name_map.*": Ignored("weights are placed by this package"),
     "critic.model.*": Ignored("the critic's shape and options are the policy's"),
     **each("critic.megatron.override_* reward_model.megatron.override_*", Ignored("shapes come from config.json")),

@@ -21,7 +21,7 @@ from megatron_rl.compat.kinds import (
     put,
     read_boolean,
 )
-from megatron_rl.compat.name_groups import CLIP_SIDES, split_clip
+from megatron_rl.compat.name_groups import CLIP_SIDES, split_clip, trackers_group
 from megatron_rl.config.sources import ASSUMED
 from megatron_rl.types import UserError
 
@@ -110,7 +110,6 @@ ALIASES: dict[str, Alias] = {
     "logging_steps": Ignored("each step has a line on the console and in metrics.jsonl"),
     "run_name": Renamed("observability.wandb_name"),
     "log_completions": Ignored("trainer.log_rollouts says how many rollouts are written"),
-    "report_to": Ignored("metrics go to metrics.jsonl and TensorBoard; observability.wandb=online sends them to W&B"),
     "push_to_hub": Only((False,), "copy the directory huggingface of a checkpoint"),
     "rlhf_type": Only(("grpo",), "algorithm.adv_estimator and algorithm.policy_loss choose the algorithm"),
     **each("train_type tuner_type", Only(("full",), "set actor.lora.rank for adapters")),
@@ -170,6 +169,7 @@ def _combine_batches(parts: Parts) -> Combined:
 
 GROUPS: tuple[AliasGroup, ...] = (
     AliasGroup(("epsilon",), CLIP_SIDES, lambda parts: split_clip(parts["epsilon"])),
+    trackers_group("report_to", nothing="none"),
     AliasGroup((_CORRECTION, _MODE), "algorithm.importance_sampling", _combine_correction),
     AliasGroup(
         ("generation_batch_size", "steps_per_generation", "per_device_train_batch_size", "gradient_accumulation_steps"),

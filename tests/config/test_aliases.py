@@ -110,17 +110,18 @@ def test_a_verl_recipe_reads(tmp_path: Path) -> None:
         "algorithm.kl_in": "loss",
         "observability.wandb_project": "p",
         "observability.wandb_name": "e",
+        "observability.wandb": "online",
+        "observability.trackers": [],
     }
     assert {name: value_of(loaded, name) for name in expected} == expected
     kinds = [note.split("=")[0] for note in loaded.notes]
     assert kinds[-3:-1] == ["ignored: algorithm.kl_ctrl.kl_coef", "ignored: data.truncation"]
     count, _, names = loaded.notes[-1].partition(" settings without effect on the results ")
-    assert count == "ignored: 7" and set(names.partition(": docs/verl_keys.md): ")[2].split(", ")) == {
+    assert count == "ignored: 6" and set(names.partition(": docs/verl_keys.md): ")[2].split(", ")) == {
         "actor_rollout_ref.model.use_remove_padding",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
         "actor_rollout_ref.ref.megatron.tensor_model_parallel_size",
-        "trainer.logger",
         "trainer.n_gpus_per_node",
         "trainer.nnodes",
     }
@@ -470,10 +471,20 @@ def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
         ("data.val_max_samples=-1", "data.validation_limit", None),
         ("reward_model.forward_max_token_len_per_gpu=5000", "reward_model.max_tokens_per_microbatch", 5000),
         ("algorithm.kl_ctrl.kl_coef=0.01", "algorithm.kl_coef", 0.01),
+        ("trainer.logger=wandb", "observability.wandb", "online"),
+        ("trainer.logger=[console,file]", "observability.wandb", "off"),
+        ("report_to=[wandb,tensorboard]", "observability.wandb", "online"),
     ],
 )
 def test_values(override: str, name: str, expected: object) -> None:
     assert value_of(load(override), name) == expected
+
+
+def test_own_names_of_trackers_win_and_unknown_ones_get_a_note() -> None:
+    loaded = load("observability.wandb=offline", "trainer.logger=[wandb,clearml]", "report_to=none")
+    assert loaded.config.observability.wandb == "offline" and loaded.config.observability.trackers == []
+    (note,) = loaded.notes
+    assert note.endswith(", there is no tracker clearml (docs/watching.md#trackers)")
 
 
 @pytest.mark.parametrize(
