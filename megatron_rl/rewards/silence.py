@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.rewards.answers import extract_answer
-from megatron_rl.rewards.scoring import UNMARKED, RewardPlan, Rule, shorten
+from megatron_rl.rewards.scoring import UNMARKED, RewardPlan, shorten
 from megatron_rl.types import Rollout
 
 _MARK = (
@@ -63,12 +63,12 @@ def explain_silence(
     if not found:
         return ""
     lines = [f"health: {'; '.join(found)}. {advice} (docs/health.md#no-signal)"]
-    return "\n".join([*lines, *(_quote(rollout, plans[rollout.prompt.source]) for rollout, _ in fetch())])
+    return "\n".join([*lines, *(_quote(rollout) for rollout, _ in fetch())])
 
 
-def _quote(rollout: Rollout, plan: RewardPlan) -> str:
+def _quote(rollout: Rollout) -> str:
     prompt, reads = rollout.prompt, ""
-    if any(isinstance(source.function, Rule) and source.target != "exact" for source in plan.sources):
+    if UNMARKED in rollout.reward_components:  # of the rule math, which has scored it
         answer = extract_answer(rollout.response, prompt.data_source)
         reads = f", extracted {'nothing' if answer is None else shorten(repr(answer))}"
     truth = f", ground truth {shorten(repr(prompt.ground_truth))}" if prompt.ground_truth else ""

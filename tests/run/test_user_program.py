@@ -425,11 +425,12 @@ def test_a_first_step_without_a_signal_is_explained(
     rewards: list[float], group: int, unmarked: float, answer: Any, said: list[str]
 ) -> None:
     groups = np.array(rewards).reshape(-1, group)
+    counted = {"unmarked_answers": unmarked}
     metrics = {
         "reward/uninformative_groups": float(np.mean(np.ptp(groups, axis=1) == 0)),
         "reward/unmarked_answers": unmarked,
     }
-    shown = [make_rollout(r"so \boxed{81}"), make_rollout("82")]
+    shown = [replace(make_rollout(text), reward_components=counted) for text in (r"so \boxed{81}", "82")]
     text = explain_silence(
         Headers(rewards, group),
         metrics,
@@ -446,13 +447,16 @@ def test_a_first_step_without_a_signal_is_explained(
 
 
 def test_episodes_without_room_for_a_reply_are_explained() -> None:
-    """Then the rule has read nothing, and what it wants is not the reason; a truth that is not there is not shown."""
+    """Then the form of an answer is not the reason; a truth that is not there is not shown.
+
+    Nor is an answer where the environment has scored: no rule has extracted any.
+    """
     metrics = {"reward/uninformative_groups": 1.0, "reward/unmarked_answers": 1.0, "agents/turns": 0.0}
     shown = [replace(make_rollout("", ""), reward=0.0)]
     plan = {"": build_reward_plan(RewardConfig(), 8)}
     text = explain_silence(Headers([0.0] * 4, 2), metrics, lambda: [(one, {}) for one in shown], plan)
     first, quote = text.splitlines()
     assert "no episode has a reply" in first and "Raise data.max_response_length" in first and "boxed" not in first
-    assert quote == "  response '' (reward 0), extracted nothing"
+    assert quote == "  response '' (reward 0)"
     played = explain_silence(Headers([0.0] * 4, 2), metrics | {"agents/turns": 1.0}, list, plan)
     assert "no response marks its answer" in played
