@@ -16,7 +16,19 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megatron_rl.compat import name_groups, name_tables, sft_names, trl, verl_defaults
-from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs, each, look_up, note, same
+from megatron_rl.compat.kinds import (
+    AliasGroup,
+    Combined,
+    Ignored,
+    Only,
+    Parts,
+    Renamed,
+    SameAs,
+    each,
+    look_up,
+    note,
+    same,
+)
 from megatron_rl.compat.name_tables import PATTERNS
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.fields import WIDTH, FieldInfo, list_fields, list_options, render, section_classes
@@ -62,11 +74,9 @@ _EARLIER = {
     "checkpoint.max_failed_saves": Only((3,), _GONE),
     "data.pass_rates": Only((), "train on the prompts that tools/evaluate.py --rollouts DIR --choose LOW HIGH writes"),
     "data.pass_rate_range": Ignored("tools/evaluate.py --choose takes it"),
-    "data.response_key": Renamed("data.answer_key"),
     "data.validation_batch_size": Only((), _GONE),
     "reward.service_backoff_seconds": Only((0.5,), _GONE),
     "reward.service_fallback_reward": Only((0.0,), "nothing is learned from such a response, and 0 is logged"),
-    "reward.service_timeout_seconds": Renamed("reward.timeout_seconds"),
     "reward.service_url": Only((), "give the URL as reward.function, or in reward.components"),
     "reward.service_max_answer_bytes": Only((64 << 20,), _GONE),
     "reward_model.logprob_chunk_tokens": Only((None, 512), "a reward model has no log-probs of tokens"),
@@ -75,9 +85,31 @@ _EARLIER = {
     "trainer.breakpoint_step": Only((), "set a breakpoint in the IDE that trainer.debug_rank waits for"),
     "rollout.server.start_seconds": Only((600.0,), "rollout.server.silent_seconds bounds the start as well"),
 }
+_MERGED = {"data.response_key": "data.answer_key", "reward.service_timeout_seconds": "reward.timeout_seconds"}
+
+
+def _merge(earlier: str, target: str) -> AliasGroup:
+    """Build the translation of a setting of earlier versions, in whose files `target` was another setting."""
+
+    def combine(parts: Parts) -> Combined:
+        given, other = parts[earlier], parts.get(target)
+        if given.value is None:
+            return
+        if other is not None and other.layer == given.layer and not same(other.value, given.value):
+            raise UserError(
+                f"{earlier} = {given.value!r}, and {target} = {other.value!r}",
+                source=f"{given.source} and {other.source}",
+                expected=f"one value: both are {target} now",
+                hint=f"remove {earlier}, or give {target} on the command line",
+            )
+        yield replace(given, name=target)
+
+    return AliasGroup((earlier,), target, combine, reads=(target,), targets={earlier: target})
+
+
 _PATTERNS = {**PATTERNS, "teachers.*.recompute_granularity": Ignored("only a backward pass recomputes")}
 _ALIASES = {**name_tables.ALIASES, **trl.ALIASES, **_EARLIER}
-_GROUPS = (*name_groups.GROUPS, *trl.GROUPS)
+_GROUPS = (*name_groups.GROUPS, *trl.GROUPS, *(_merge(*pair) for pair in _MERGED.items()))
 # In a recipe of verl's SFT trainer, its meanings come first.
 _OF_SFT = {**_ALIASES, **sft_names.ALIASES}, (*sft_names.GROUPS, *_GROUPS), {**_PATTERNS, **sft_names.OWN_PATTERNS}
 

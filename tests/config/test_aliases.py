@@ -386,6 +386,19 @@ def test_settings_that_are_gone_are_read_where_they_say_what_is_done(tmp_path: P
         load_config(recipe, ["algorithm.distillation.coef=1"])
 
 
+def test_two_settings_of_an_earlier_run_that_are_one_now_must_agree(tmp_path: Path) -> None:
+    """Its config.yaml has both, the one that nobody set with its default."""
+    recipe, text = tmp_path / "config.yaml", "reward: {timeout_seconds: 60.0, service_timeout_seconds: %s}\n"
+    recipe.write_text(text % 60)
+    assert load_config(recipe, MINIMAL).config.reward.timeout_seconds == 60.0
+    recipe.write_text(text % 5.0)
+    with pytest.raises(UserError) as caught:
+        load_config(recipe, MINIMAL)
+    assert caught.value.found == "reward.service_timeout_seconds = 5.0, and reward.timeout_seconds = 60.0"
+    assert caught.value.expected == "one value: both are reward.timeout_seconds now"
+    assert load_config(recipe, [*MINIMAL, "reward.timeout_seconds=7"]).config.reward.timeout_seconds == 7.0
+
+
 def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
     """A verl name that is also ours may only translate values, never point elsewhere."""
     shared = {name: ALIASES[name] for name in ALIASES if name in list_fields()}
