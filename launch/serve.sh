@@ -27,8 +27,13 @@ NPROC="${NPROC:-$(python -c 'import torch; print(torch.cuda.device_count())')}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"                           # one thread per rank; ranks share the cores
 export TOKENIZERS_PARALLELISM=false
 [[ -z ${RUN_DIR:-} ]] || set -- "$@" "trainer.run_dir=$RUN_DIR"
-watched="checkpoints/served/$(basename "$1" .yaml)"
-for argument in "$@"; do [[ $argument != trainer.run_dir=* ]] || watched=${argument#*=}; done
-# The exit status is 0 if all models were saved after a signal; torchrun's, if the recipe has a trainer.run_dir of its own.
-exec bash launch/supervise.sh "$watched" torchrun --signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT" \
+# The exit status is 0 if all models were saved after a signal. What is wrong in the recipe, the ranks report.
+run_dir=$(python -c '
+import sys
+from pathlib import Path
+from megatron_rl.run.loading import load_config
+recipe, *rest = sys.argv[1:]
+config = load_config(Path(recipe), [one for one in rest if not one.lstrip("-").startswith("serve.")]).config
+print(config.trainer.run_dir or f"checkpoints/served/{Path(recipe).stem}")' "$@" 2>/dev/null || true)
+exec bash launch/supervise.sh "$run_dir" torchrun --signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT" \
     --shutdown-timeout "${GRACE_SECONDS:-150}" --standalone --nproc-per-node "$NPROC" tools/serve.py "$@"

@@ -324,6 +324,26 @@ def test_the_exit_code_after_a_signal(signal_name: str, saves: str | None, expec
     assert process.wait(timeout=20) == expected
 
 
+@pytest.mark.parametrize("place", ["recipe", "arguments", "variable"])
+def test_a_server_that_saved_after_a_signal_ends_well(place: str, environment: dict[str, str], tmp_path: Path) -> None:
+    """Wherever its run directory is named; torchrun exits with 1 after a signal."""
+    run_dir, recipe, ready = tmp_path / "served", tmp_path / "recipe.yaml", tmp_path / "ready"
+    section = f"trainer: {{run_dir: {run_dir}}}" if place == "recipe" else ""
+    recipe.write_text(f"model: {{path: m}}\ndata: {{train_files: [a], train_batch_size: 2}}\n{section}\n")
+    stop = f"mkdir {run_dir}; touch {run_dir}/saved.json; exit 1"
+    launcher = f"#!/bin/bash\ntrap '{stop}' TERM\ntouch {ready}\nwhile true; do sleep 0.05; done\n"
+    Path(environment["PYTHON_BIN"], "torchrun").write_text(launcher)
+    arguments = ["--trainer.run_dir", str(run_dir)] if place == "arguments" else []
+    more = {"NPROC": "1"} | ({"RUN_DIR": str(run_dir)} if place == "variable" else {})
+    command = ["bash", "launch/serve.sh", str(recipe), "serve.port=0", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment | more)
+    deadline = time.monotonic() + 60
+    while not ready.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 0
+
+
 ERROR = """error: unknown key actor.learning_rate
   source:   command line
     and one more line
