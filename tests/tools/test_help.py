@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,3 +44,11 @@ def test_help_is_all_that_is_printed() -> None:
     assert list(found) == PROGRAMS and len(PROGRAMS) > 20
     for program, (code, text) in found.items():
         assert code in (0, None) and text.startswith("usage: "), program
+
+
+def test_settings_may_stand_after_options() -> None:
+    """Of each program with a list of settings; argparse alone refuses those after the first option."""
+    texts = {program: (ROOT / program).read_text(encoding="utf-8") for program in PROGRAMS}
+    takes_settings = [name for name, text in texts.items() if re.search(r'"(settings|overrides)", nargs="\*"', text)]
+    assert len(takes_settings) > 5
+    assert not [name for name in takes_settings if "parse_intermixed_args(" not in texts[name]]

@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("overrides", nargs="*", help="section.key=value, as on the command line of the program")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     checkouts = [*(path.resolve() for path in options.against), ROOT]
     rounds: dict[Path, list[dict[str, float]]] = {path: [] for path in checkouts}
     for number in range(options.rounds):

@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("settings", nargs="*", help="key=value")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     found = measure(args.settings, args.recipe)
     print(json.dumps(found, indent=2))
     return int(found["all"] > GOAL)

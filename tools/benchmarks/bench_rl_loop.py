@@ -134,7 +134,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=2, help="of each way (2)")
     parser.add_argument("--directory", type=Path, default=Path("bench_rl_loop"), help="of the server's files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as well")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     os.environ |= {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0"}
     run, rows = build_run(args.recipe, args.settings), draw_rows(args.steps * args.prompts)
     model = run.config.model.path

@@ -184,7 +184,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=15, help="of each way (15)")
     parser.add_argument("--directory", type=Path, default=Path("bench_serving"), help="of the server's files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as well")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     server, url = start_server(args.recipe, args.settings, args.directory)
     try:
         run = build_run(args.recipe, args.settings)
