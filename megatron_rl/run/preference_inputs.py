@@ -65,12 +65,19 @@ def plan_preferences(config: RunConfig, world_size: int, num_examples: int | Non
             expected="a text of one token, which is written between the steps",
             hint='set reward_model.step_separator="\\n", here and where the model rewards responses',
         )
-    _check_logprobs(config)
+    _check_unread(config)
     return SftPlan.build(config, world_size, num_examples, 2 if config.preference.is_paired else 1)
 
 
-def _check_logprobs(config: RunConfig) -> None:
+def _check_unread(config: RunConfig) -> None:
     preference = config.preference
+    if preference.nll_coef and preference.loss in REWARD_MODELS:
+        raise UserError(
+            f"preference.nll_coef = {preference.nll_coef} with preference.loss = {preference.loss!r}",
+            source="preference.nll_coef",
+            expected="null: this loss is a reward model's, which has no log-probs of tokens",
+            hint="leave preference.nll_coef out",
+        )
     if preference.reference_logprobs is None or preference.loss not in ("kto", *_WITHOUT_REFERENCE):
         return
     why = "whose baseline is of other responses in each batch" if preference.loss == "kto" else "without reference"
