@@ -12,7 +12,7 @@ import importlib.util
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from functools import lru_cache
 from itertools import accumulate
 from operator import attrgetter
@@ -231,15 +231,15 @@ def put_aside(config: RunConfig, sources: Mapping[str, str]) -> tuple[RunConfig,
     """Reset settings without effect; return the config, and a note with the place of each reset setting."""
     notes = []
     for is_idle, name, why, *instead in list(_find_idle(config)):
-        section, _, leaf = name.partition(".")
-        role = getattr(config, section)
+        section, _, leaf = name.rpartition(".")
+        role = config.section(section)
         item = next(item for item in fields(role) if item.name == leaf)
         default = item.default if item.default_factory is MISSING else item.default_factory()
         value, taken = getattr(role, leaf), instead[0] if instead else default
         if is_idle and value != taken:
             place = f" ({sources[name]})" if name in sources else ""
             notes.append(f"ignored: {name}={value!r}{place}, {why}")
-            config = replace(config, **{section: replace(role, **{leaf: taken})})
+            config = config.with_sections({section: {leaf: taken}})
     return config, notes
 
 
@@ -250,7 +250,7 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
         (is idle, full name, reason, optional replacement) of every candidate. An idle setting is reset to the
         replacement, or to its default if there is none.
     """
-    for section in (*TRAINED, "reward_model"):
+    for section in (*TRAINED, "reward_model", *(f"teachers.{name}" for name in config.teachers)):
         yield from _find_in_role(config, section)
     algorithm, components = config.algorithm, config.reward.components
     engine, no_kl = f"rollout.engine {config.rollout.engine!r}", algorithm.kl_coef == 0
@@ -279,12 +279,14 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
 
 
 def _find_in_role(config: RunConfig, section: str) -> Iterator[tuple[Any, ...]]:
-    role, prompts = getattr(config, section), f"{section}.share_prompts"
+    role, prompts = config.section(section), f"{section}.share_prompts"
     name = f"{section}.tensor_model_parallel_size"
     yield role.tensor_model_parallel_size == 1, f"{section}.sequence_parallel", f"{name} is 1"
     name = f"{section}.pipeline_model_parallel_size"
     for leaf in STAGE_SETTINGS:
         yield role.pipeline_model_parallel_size == 1, f"{section}.{leaf}", f"{name} is 1"
+    if section not in TRAINED:
+        return
     if getattr(role, "mtp_lr", 0):
         yield True, prompts, f"{section}.mtp_lr: a shared row has no single token behind it", False
     elif role.share_prompts == "tree":
@@ -293,8 +295,6 @@ def _find_in_role(config: RunConfig, section: str) -> Iterator[tuple[Any, ...]]:
             yield True, prompts, why
         elif role.step_mode != "eager":
             yield True, prompts, f"{section}.step_mode is {role.step_mode!r}: prefix trees have no fixed shape"
-    if section not in TRAINED:
-        return
     modes = {config.actor.step_mode, config.critic.step_mode}
     mode = f"{section}.step_mode is {role.step_mode!r}"
     is_constant = role.lr_decay_style == "constant"

@@ -16,6 +16,7 @@ from megatron_rl.types import UserError
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]
 PP = "actor.pipeline_model_parallel_size"
 STATIC = "actor.step_mode=static"
+TEACHER = ["algorithm.distillation.coef=1", "teachers.t.path=judge"]
 VPP = "actor.virtual_pipeline_model_parallel_size"
 
 
@@ -42,13 +43,15 @@ def test_defaults_pass() -> None:
         (["rollout.engine=megatron", "hybrid.alias_weights=false"], "hybrid.alias_weights", True),
         (["actor.share_prompts=tree", "actor.router_replay=trainer"], "actor.share_prompts", True),
         (["actor.share_prompts=tree", "critic.step_mode=static"], "critic.share_prompts", True),
+        ([*TEACHER, "teachers.t.sequence_parallel=true"], "teachers.t.sequence_parallel", False),
+        ([*TEACHER, "actor.share_prompts=tree", "critic.step_mode=static"], "critic.share_prompts", True),
     ],
 )
 def test_what_has_no_effect_is_put_aside_with_a_note(overrides: list[str], name: str, taken: object) -> None:
     """And nothing else: the one note names the setting, its value and its place, if given."""
     loaded = load_config(None, [*MINIMAL, *overrides])
-    section, _, leaf = name.partition(".")
-    assert getattr(getattr(loaded.config, section), leaf) == taken
+    section, _, leaf = name.rpartition(".")
+    assert getattr(loaded.config.section(section), leaf) == taken
     assert len(loaded.notes) == 1 and loaded.notes[0].startswith(f"ignored: {name}=")
     assert (f"({loaded.sources[name]})" in loaded.notes[0]) if name in loaded.sources else name.endswith("prompts")
     assert not load_config(None, MINIMAL).notes
