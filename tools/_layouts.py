@@ -14,7 +14,7 @@ from megatron_rl.weights.model_config import load_model_shape, model_shape_from_
 from megatron_rl.weights.support import check_rollout_layout, check_training_layout
 
 TRAINING_SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
-ENGINE_SIZES = ("tp", "dp")
+ENGINE_SIZES = ("tp", "ep", "dp")
 
 
 def parse_sizes(text: str, flag: str, known: tuple[str, ...]) -> dict[str, int]:
@@ -60,37 +60,50 @@ def read_training_layout(text: str, flag: str, num_ranks: int | None = None) -> 
     return ParallelLayout(num_ranks or taken, **{f"{name}_size": size for name, size in sizes.items()})
 
 
-def read_engine_tp(text: str, flag: str, num_ranks: int) -> int:
-    """Parse an engine's TP size.
+def read_engine_sizes(text: str, flag: str, num_ranks: int, known: tuple[str, ...] = ENGINE_SIZES) -> tuple[int, int]:
+    """Parse an engine's TP and EP size; with EP, its ranks have whole experts, and a multiple of TP are in an engine.
 
     Raises:
         UserError: unreadable, or engines do not fill the ranks.
     """
-    sizes = parse_sizes(text, flag, ENGINE_SIZES)
-    tp = sizes.get("tp", 1)
-    if num_ranks % tp or sizes.get("dp", num_ranks // tp) * tp != num_ranks:
+    sizes = parse_sizes(text, flag, known)
+    tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)
+    if ep > 1 and ep % tp:
+        raise UserError(
+            f"{flag} {text} gives whole experts to some ranks of an engine only",
+            source="command line",
+            expected="ep of 1, or of all ranks of an engine, a multiple of tp",
+            hint=f"{flag} tp={tp},ep={2 * tp}, for example",
+        )
+    width = max(tp, ep)
+    if num_ranks % width or sizes.get("dp", num_ranks // width) * width != num_ranks:
         raise UserError(
             f"{flag} {text} does not fill the {num_ranks} ranks of the training layout",
             source="command line",
-            expected=f"tp * dp = {num_ranks}",
+            expected=f"{'ep' if ep > 1 else 'tp'} * dp = {num_ranks}",
             hint="leave dp out: it is the rest",
         )
-    return tp
+    return tp, ep
 
 
 def read_layouts(
-    shape: ModelShape, source: str, destination: str, num_ranks: int | None = None
-) -> tuple[ParallelLayout, int]:
-    """Parse and check --source and --destination; return training layout and engine TP size.
+    shape: ModelShape,
+    source: str,
+    destination: str,
+    num_ranks: int | None = None,
+    engine_sizes: tuple[str, ...] = ENGINE_SIZES,
+) -> tuple[ParallelLayout, int, int]:
+    """Parse and check --source and --destination; return training layout, engine TP size and engine EP size.
 
     Args:
         num_ranks: ranks of the job; derived from `source` if `None`.
+        engine_sizes: those that `destination` may name.
     """
     layout = read_training_layout(source, "--source", num_ranks)
     check_training_layout(shape, layout)
-    rollout_tp = read_engine_tp(destination, "--destination", layout.world_size)
-    check_rollout_layout(shape, rollout_tp)
-    return layout, rollout_tp
+    rollout_tp, rollout_ep = read_engine_sizes(destination, "--destination", layout.world_size, engine_sizes)
+    check_rollout_layout(shape, rollout_tp, rollout_ep)
+    return layout, rollout_tp, rollout_ep
 
 
 def read_shape(path: Path) -> ModelShape:

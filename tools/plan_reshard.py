@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Arguments(description=__doc__)
     parser.add_argument("--hf-config", type=Path, required=True, help="model directory or config.json")
     parser.add_argument("--source", required=True, help="training layout: tp=8,pp=8,dp=16 (also vpp, cp, ep)")
-    parser.add_argument("--destination", required=True, help="engine layout: tp=8 (dp is the rest)")
+    parser.add_argument("--destination", required=True, help="engine layout: tp=8, or ep=8 (dp is the rest)")
     parser.add_argument("--ranks-per-node", type=int, default=8, help="consecutive ranks that share a node (8)")
     parser.add_argument("--dtype", choices=sorted(ITEM_SIZES), default="bfloat16", help="on the wire (bfloat16)")
     parser.add_argument(
@@ -65,10 +65,11 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
             )
     bandwidths = Bandwidths(options.intra_gb_s * 1e9, options.inter_gb_s * 1e9)
     shape = read_shape(options.hf_config)
-    layout, rollout_tp = read_layouts(shape, options.source, options.destination)
+    layout, rollout_tp, rollout_ep = read_layouts(shape, options.source, options.destination)
+    experts = f" ep={rollout_ep}" if rollout_ep > 1 else ""
     world, itemsize, node = layout.world_size, ITEM_SIZES[options.dtype], options.ranks_per_node
     start = time.perf_counter()
-    source, destination = build_shards(shape, layout, rollout_tp)
+    source, destination = build_shards(shape, layout, rollout_tp, rollout_ep=rollout_ep)
     planner = Planner(source, destination, ranks_per_node=node)
     first = planner.plan(0)
     planning_seconds = time.perf_counter() - start
@@ -85,7 +86,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     prediction = predict_seconds(summary, bandwidths)
     return {
         "source": layout.describe(),
-        "destination": f"tp={rollout_tp} dp={world // rollout_tp}",
+        "destination": f"tp={rollout_tp} dp={world // max(rollout_tp, rollout_ep)}{experts}",
         "dtype": options.dtype,
         "ranks_per_node": node,
         "intra_gb_s": options.intra_gb_s,

@@ -77,6 +77,17 @@ def test_options_matter(tool, config, tmp_path):
     assert run(tool, config.parent, tmp_path)["bytes_moved"] == base["bytes_moved"]  # a directory serves as well
 
 
+def test_engines_may_have_whole_experts(tool, tmp_path):
+    """Nothing moves if an engine has each expert where training has it; ep=1 is the engine without."""
+    experts = {"source": "ep=4,dp=4", "ranks-per-node": 4}
+    split, same = (run(tool, SHAPES / "671b.json", tmp_path, destination=d, **experts) for d in ("tp=2", "tp=2,ep=1"))
+    assert {**split, "rank_0": 0} == {**same, "rank_0": 0} and split["bytes_moved"] > 0
+    whole = run(tool, SHAPES / "671b.json", tmp_path, destination="ep=4", **experts)
+    assert (whole["destination"], whole["bytes_moved"]) == ("tp=1 dp=1 ep=4", 0)
+    both = run(tool, SHAPES / "671b.json", tmp_path, destination="tp=2,ep=4", **experts)
+    assert both["bytes_moved"] == 0 and both["bytes_kept"] < whole["bytes_kept"]
+
+
 @pytest.mark.parametrize(
     "options,found",
     [
@@ -92,6 +103,8 @@ def test_options_matter(tool, config, tmp_path):
         ({"ranks-per-node": 0}, "--ranks-per-node 0"),
         ({"inter-gb-s": 0}, "bandwidths"),
         ({"hf-config": "absent.json"}, "cannot read absent.json"),
+        ({"destination": "tp=2,ep=3"}, "gives whole experts to some ranks of an engine only"),
+        ({"destination": "tp=2,ep=4"}, "needs a mixture of experts"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -41,17 +41,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-config", type=Path, required=True, help="model directory or config.json")
     parser.add_argument("--source", required=True, help="training layout: tp=8,pp=16,ep=64,dp=64 (also vpp, cp)")
-    parser.add_argument("--destination", required=True, help="engine layout: tp=16 (dp is the rest)")
+    parser.add_argument("--destination", required=True, help="engine layout: tp=16, or ep=16 (dp is the rest)")
     parser.add_argument("--rank", type=int, default=0, help="whose plan is made (0)")
     parser.add_argument("--ranks-per-node", type=int, default=8, help="consecutive ranks that share a node (8)")
     parser.add_argument("--json", type=Path, help="write the result here as well", metavar="FILE")
     options = parser.parse_args(arguments)
     shape = read_shape(options.hf_config)
-    layout, rollout_tp = read_layouts(shape, options.source, options.destination)
+    layout, rollout_tp, rollout_ep = read_layouts(shape, options.source, options.destination)
     seconds: dict[str, dict[str, float]] = {}
 
     def make_plan() -> tuple[Planner, Any]:
-        planner = Planner(*build_shards(shape, layout, rollout_tp), ranks_per_node=options.ranks_per_node)
+        shards = build_shards(shape, layout, rollout_tp, rollout_ep=rollout_ep)
+        planner = Planner(*shards, ranks_per_node=options.ranks_per_node)
         return planner, planner.plan(options.rank)
 
     planner, plan = measure(seconds, "plan", make_plan)
@@ -69,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     result = {
         "source": layout.describe(),
-        "destination": f"tp={rollout_tp}",
+        "destination": f"tp={rollout_tp}" + (f" ep={rollout_ep}" if rollout_ep > 1 else ""),
         "num_ranks": layout.world_size,
         "num_tensors": len(shape.logical_tensors()),
         "rank": options.rank,

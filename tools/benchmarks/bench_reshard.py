@@ -330,7 +330,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     process = init_distributed(timeout_minutes=10)
     torch.set_num_threads(1)
     shape = read_shape(options.hf_config)
-    layout, rollout_tp = read_layouts(shape, options.source, options.destination, process.world_size)
+    world_size, known = process.world_size, ("tp", "dp")
+    layout, rollout_tp, _ = read_layouts(shape, options.source, options.destination, world_size, known)
     bench = Bench(
         shape, layout, rollout_tp, DTYPES[options.dtype], not options.no_alias, options.bucket_bytes, options.transport
     )
