@@ -10,6 +10,8 @@ on the outcomes of all steps before that, which every rank has.
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -93,13 +95,25 @@ class Curriculum:
         return {"curriculum/pass_rate": float(np.nanmean(rates))} if np.isfinite(rates).any() else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, as JSON."""
+        """Return the counts, as JSON of packed arrays."""
         seen = np.flatnonzero(self._tries)
-        return {"seen": seen.tolist(), "tries": self._tries[seen].tolist(), "passes": self._passes[seen].tolist()}
+        return {"seen": _pack(seen, "<i4"), "tries": _pack(self._tries[seen]), "passes": _pack(self._passes[seen])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        self._tries[state["seen"]], self._passes[state["seen"]] = state["tries"], state["passes"]
+        seen = _unpack(state["seen"], "<i4")
+        self._tries[seen], self._passes[seen] = _unpack(state["tries"]), _unpack(state["passes"])
+
+
+def _pack(values: np.ndarray | Sequence[int], kind: str = "<f8") -> str:
+    return base64.b64encode(zlib.compress(np.asarray(values, kind).tobytes(), 1)).decode()
+
+
+def _unpack(packed: str | list[float], kind: str = "<f8") -> np.ndarray:
+    """Return the array of `_pack`, or of a list, as earlier checkpoints have it."""
+    if isinstance(packed, list):
+        return np.array(packed, kind)
+    return np.frombuffer(zlib.decompress(base64.b64decode(packed)), kind)
 
 
 class PassRateWindow(Curriculum):
@@ -288,7 +302,7 @@ class DrawnPrompts(PromptBatches[Prompt]):
             "column": self._curriculum.settings.column,
             "rates": self._curriculum.state_dict(),
             "turns": [*self._turns],
-            "drawn": [*self._drawn],
+            "drawn": _pack(self._drawn, "<i4"),
             "num_drawn": self._num_drawn,
             "since": self._since,
         }
@@ -321,7 +335,7 @@ class DrawnPrompts(PromptBatches[Prompt]):
                     hint="keep column, and levels or another kind",
                 )
             self._curriculum.load_state_dict(own["rates"])
-            self._turns, self._drawn = [*own["turns"]], [*own["drawn"]]
+            self._turns, self._drawn = [*own["turns"]], _unpack(own["drawn"], "<i4").tolist()
             self._num_drawn, self._since = own["num_drawn"], own["since"]
         while self._num_drawn < self.position or self._num_drawn % self._batch_size:  # of other sizes of the batch
             self._draw()

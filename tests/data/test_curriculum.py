@@ -20,7 +20,7 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig
 from megatron_rl.config.sections import CurriculumConfig
 from megatron_rl.config.sft_plan import SftPlan
-from megatron_rl.data.curriculum import ENOUGH, Curriculum, DrawnPrompts, open_curriculum
+from megatron_rl.data.curriculum import ENOUGH, Curriculum, DrawnPrompts, _unpack, open_curriculum
 from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.run.inputs import localize
 from megatron_rl.types import Prompt, UserError
@@ -223,6 +223,26 @@ def test_a_resumed_stream_goes_on(settings, before):
     resumed.load_state_dict(state)
     assert play(resumed, range(before, 20)) == whole[before:]
     assert [resumed.prompt(i).prompt_id for i in range(80)] == sum(whole, [])
+
+
+def test_the_state_is_small_and_earlier_ones_are_read():
+    """A few bytes for each prompt seen; earlier checkpoints have lists of numbers."""
+    prompts, random = make_prompts(2000), np.random.default_rng(0)
+    stream = draw(prompts, 50, kind="window")
+    for _ in range(40):
+        batch = next(stream)
+        stream.observe(batch, [random.random(8) < 0.5 for _ in batch])
+    state = stream.state_dict()
+    assert len(json.dumps(state)) < 10 * len(prompts)
+    own = state["curriculum"]
+    kinds = {"seen": "<i4", "tries": "<f8", "passes": "<f8"}
+    lists = {name: _unpack(own["rates"][name], kind).tolist() for name, kind in kinds.items()}
+    assert lists["seen"] == [*range(2000)] and lists["tries"] == [8.0] * 2000 and 7000 < sum(lists["passes"]) < 9000
+    drawn = _unpack(own["drawn"], "<i4").tolist()
+    earlier = state | {"curriculum": own | {"rates": lists, "drawn": drawn}}
+    resumed = draw(prompts, 50, kind="window")
+    resumed.load_state_dict(json.loads(json.dumps(earlier)))
+    assert resumed.state_dict() == state and play(resumed, range(3)) == play(stream, range(3))
 
 
 def test_another_batch_size_begins_where_the_last_batch_ended():
