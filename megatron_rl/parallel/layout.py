@@ -131,8 +131,8 @@ class ParallelLayout:
         return self.ep_size > 1 or not self._splits_experts
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of `rank`, one of `ranks`."""
-        rest, tp = divmod(rank - self.first_rank, self.tp_size)
+        """Return the coordinates of `rank` (ValueError if it is not one of `ranks`)."""
+        rest, tp = divmod(self.ranks.index(rank), self.tp_size)
         rest, cp = divmod(rest, self.cp_size)
         pp, dp = divmod(rest, self.dp_size)
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp)
@@ -142,8 +142,8 @@ class ParallelLayout:
         return self.first_rank + tp + self.tp_size * (cp + self.cp_size * (dp + self.dp_size * pp))
 
     def expert_coordinates(self, rank: int) -> ExpertCoordinates:
-        """Return the coordinates of `rank` in expert layers."""
-        pp, place = divmod(rank - self.first_rank, self.stage_size)
+        """Return the coordinates of `rank` in expert layers (ValueError if it is not one of `ranks`)."""
+        pp, place = divmod(self.ranks.index(rank), self.stage_size)
         rest, tp = divmod(place, self.expert_tp_size)
         dp, ep = divmod(rest, self.ep_size)
         return ExpertCoordinates(tp=tp, ep=ep, dp=dp, pp=pp)

@@ -49,6 +49,10 @@ def test_a_role_on_later_ranks_has_the_same_coordinates_there(layout: ParallelLa
         assert later.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp) == first + rank
         for axes in (("tp",), ("dp", "cp"), ("pp",)):
             assert later.group_of(first + rank, *axes) == [first + other for other in layout.group_of(rank, *axes)]
+    for rank in (first - 1, first + layout.world_size):
+        for coordinates in (later.coordinates, later.expert_coordinates):
+            with pytest.raises(ValueError, match=f"{rank} is not in range"):
+                coordinates(rank)
     copies = later.model_copies().of
     assert copies == tuple(tuple(first + rank for rank in ranks) for ranks in layout.model_copies().of)
 
