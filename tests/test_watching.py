@@ -7,7 +7,6 @@ Not covered: bars of a whole run (tests/observability/test_progress.py draws the
 from __future__ import annotations
 
 import contextlib
-import http.client
 import io
 import json
 import re
@@ -15,41 +14,88 @@ import socket
 import threading
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import megatron_rl.run.grpo as trainer_module
 from distributed import run_ranks
+from megatron_rl.engines.vllm.vllm_engine import VllmEngine
 from megatron_rl.observability import console, progress, status
+from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from rl_runs import overrides_for, train
 
 
 def _watched_train(rank: int, world_size: int, overrides: list[str], run_dir: Path) -> tuple[str, list[dict[str, Any]]]:
-    """Return a rank's output, and the contents of rank 0's status page during the run."""
+    """Return a rank's output, and the contents of rank 0's status page in each phase of the run."""
     progress._INTERVAL, console.LINE_SECONDS = 0.002, 0.0  # the rollouts of the task take milliseconds
     status._LOOK_SECONDS = 0.0
     seen: list[dict[str, Any]] = []
-    is_over = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(run_dir / "logs" / "rank0.log", seen, is_over))
+    _wait_for_counts(rank)
     if rank == 0:
-        watcher.start()
+        _look_in_each_phase(run_dir / "logs" / "rank0.log", seen)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert train(rank, world_size, overrides) is None
-    is_over.set()
-    if rank == 0:
-        watcher.join()
     return printed.getvalue(), seen
 
 
-def _watch(log: Path, seen: list[dict[str, Any]], is_over: threading.Event) -> None:
-    while not is_over.wait(0.02):
+def _look_in_each_phase(log: Path, seen: list[dict[str, Any]]) -> None:
+    phase, begin_step = PhaseTimers.phase, PhaseTimers.begin_step
+
+    def look() -> None:
         url = re.search(r"status page: (\S+)", log.read_text()) if log.exists() else None
         if url:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                seen.append(json.loads(urllib.request.urlopen(f"{url[1]}status.json", timeout=5).read()))
+            seen.append(json.loads(urllib.request.urlopen(f"{url[1]}status.json", timeout=60).read()))
+
+    @contextlib.contextmanager
+    def enter(timers: PhaseTimers, name: str, **options: bool) -> Iterator[None]:
+        with phase(timers, name, **options):
+            look()
+            yield
+
+    def begin(timers: PhaseTimers, step: int, *idle: str) -> None:
+        begin_step(timers, step, *idle)
+        look()
+        deadline = time.monotonic() + 60
+        while step == 3 and not all("phase" in rank for rank in seen[-1]["ranks"]) and time.monotonic() < deadline:
+            look()  # until there is a heartbeat of each rank
+
+    PhaseTimers.phase, PhaseTimers.begin_step = enter, begin
+
+
+def _wait_for_counts(rank: int) -> None:
+    """Let progress be counted after the first step of each generation, and at its end, by rank 0 last."""
+    follow, step, is_counted, is_first = RolloutProgress.follow, VllmEngine.step, threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def follow_all(self: RolloutProgress, total: int, tokens_in_flight: Callable[[], int]) -> Iterator[None]:
+        def count() -> int:
+            if found := tokens_in_flight():
+                is_counted.set()
+            return found
+
+        is_counted.clear()
+        is_first.set()
+        with follow(self, total, count):
+            yield
+            if rank == 0:
+                dist.barrier()
+        if rank == 1:
+            dist.barrier()
+
+    def wait(self: VllmEngine) -> Any:
+        found = step(self)
+        if self.tokens_in_flight() and is_first.is_set():
+            is_first.clear()
+            assert is_counted.wait(60)
+            dist.barrier()
+        return found
+
+    RolloutProgress.follow, VllmEngine.step = follow_all, wait
 
 
 def test_a_run_that_is_watched(task: Path, tmp_path: Path, vllm_imported: None) -> None:
@@ -62,26 +108,25 @@ def test_a_run_that_is_watched(task: Path, tmp_path: Path, vllm_imported: None) 
         "checkpoint.save_huggingface=false",
         "trainer.total_steps=3",
     )
-    start = time.monotonic()
     (printed, seen), (silent, _) = run_ranks(_watched_train, 2, overrides, run_dir, timeout=150)
-    assert silent == "" and time.monotonic() - start < 150
+    assert silent == ""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
     lines = re.findall(r"^rollout: (\d+)/32 responses, ([\d,]+) tokens", printed, re.M)
     counts = [(int(finished), int(tokens.replace(",", ""))) for finished, tokens in lines]
-    assert counts and max(finished for finished, _ in counts) > 16, "those of both engines"
+    assert max(finished for finished, _ in counts) == 32, "those of both engines"
     assert max(tokens for _, tokens in counts) <= max(r.get("tokens/response", 0) for r in records)
     assert any(tokens > 8 * finished for finished, tokens in counts), "tokens of unfinished responses count"
     assert re.search(r"^validation: \d+/16 responses", printed, re.M)
 
-    assert {answer["total_steps"] for answer in seen} == {3} and {answer["step"] for answer in seen} >= {0, 1, 2}
+    assert {answer["total_steps"] for answer in seen} == {3} and {answer["step"] for answer in seen} == {0, 1, 2}
     phases = {answer["phase"] for answer in seen}
-    assert phases & {"update", "rollout", "old_logprobs", "validation, rollout"}, phases
+    assert phases >= {"update", "rollout", "old_logprobs", "validation, rollout"}, phases
     assert {len(answer["ranks"]) for answer in seen} == {0, 2}, "none while models are loaded"
     assert "loading weights: actor" in {answer["phase"] for answer in seen if not answer["ranks"]}
     assert [place["rank"] for place in seen[-1]["places"]] == [0, 1]
-    assert seen[0]["state"]["name"] == "running" and seen[-1]["state"]["name"] in ("running", "finished"), "a late look"
-    assert any(all("phase" in rank for rank in answer["ranks"]) for answer in seen), "both have been heard of"
+    assert {answer["state"]["name"] for answer in seen} == {"running"}
+    assert all("phase" in rank for rank in seen[-1]["ranks"]), "both have been heard of"
     rewards = next(chart for chart in seen[-1]["charts"] if chart["title"] == "reward")["lines"][0]["points"]
     shown_means = [point[1] for point in rewards]
     assert shown_means == [r["reward/mean"] for r in records[1 : len(rewards) + 1]]
