@@ -133,6 +133,10 @@ class Experience:
             f"{rewards.mean():.4g}; texts: fetch_rollouts; columns: {', '.join(self.columns) or 'none yet'}>"
         )
 
+    def __getitem__(self, index: Any) -> None:
+        """Refuse items (UserError): tokens are on the ranks that generated them, and all ranks fetch them together."""
+        check_kind(self, (), f"samples[{index!r}]", "samples.fetch_rollouts([0], run.inputs.tokenizer.decode)")
+
     def pack(self, packer: Packer) -> Packing:
         """Return the packing of a role; built by the first call, which is collective."""
         if packer.key not in self._packings:
@@ -221,8 +225,7 @@ class Experience:
         """
         if len(groups) == len(self.prompts):
             return self, np.arange(len(self.headers))
-        _, order = self.headers.select_groups(groups)
-        return Experience.join([self], groups, {}), order
+        return Experience.join([self], groups, {}), self.headers.select_groups(groups)[1]
 
     def take(self, column: Column, order: np.ndarray, part: Experience, packer: Packer) -> torch.Tensor:
         """Copy a column of the selection `part` to a role's rows of this experience, [t, ...], else NaN; collective.
@@ -233,8 +236,7 @@ class Experience:
         packing = self.pack(packer)
         if column.packing is packing:
             return column.values
-        holders = Holders(packing.holders.replica_of[order], packing.holders.ranks)
-        found = part._fetch_column(column, holders)
+        found = part._fetch_column(column, Holders(packing.holders.replica_of[order], packing.holders.ranks))
         self.num_bytes += 0 if part is self else found.num_bytes
         values = column.values.new_full((len(packing.batch.tokens), *column.values.shape[1:]), torch.nan)
         values[packing.rows(order[found.sequences])] = found.columns["values"]
@@ -482,11 +484,9 @@ def choose_tokens(batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.Pro
 
 def loss_inputs(batch: TrainBatch) -> PolicyLossInputs:
     """Build the inputs of the policy loss before the update."""
-    old_logprobs = batch.column("old_logprobs")
-    return PolicyLossInputs(
-        *(old_logprobs, old_logprobs, batch.column("advantages"), batch.loss_mask, batch.sequence_ids, batch.chosen),
-        rollout_rows=batch.rollout_rows,
-    )
+    old = batch.column("old_logprobs")
+    given = (old, old, batch.column("advantages"), batch.loss_mask, batch.sequence_ids, batch.chosen)
+    return PolicyLossInputs(*given, rollout_rows=batch.rollout_rows)
 
 
 def describe_rollouts(headers: Headers) -> dict[str, float]:

@@ -41,6 +41,8 @@ MISTAKES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "an array as a column": (lambda p, s: setattr(s, "advantages", s.rewards), "a ndarray: "),
     "a tensor as a column": (lambda p, s: setattr(s, "old_logprobs", torch.zeros(4)), "a Tensor: "),
     "minibatches of a text": (lambda p, s: [*p.minibatches("x")], "a str: 'x'"),
+    "one of the samples": (lambda p, s: s[0], "a Experience: <4 samples of 2 prompts: "),
+    "all samples": (lambda p, s: list(s), "a Experience: <4 samples of 2 prompts: "),
     "passes in words": (lambda p, s: [*p.minibatches(s, "two")], "a str: 'two'"),
 }
 RETURNED = (3, None, (torch.zeros(2), {}), (torch.zeros(()), 3), torch.zeros(()))
