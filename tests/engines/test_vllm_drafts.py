@@ -135,6 +135,25 @@ def test_samples_have_the_policys_log_probs(model: tuple[Path, MtpReference], vl
     assert found["again"] == found["1.0"] and tokens["halves"] == tokens["1.0"]
 
 
+def answer_single_tokens(rank: int, world_size: int, model: Path, max_num_seqs: int) -> Any:
+    """Responses to prompts of one token, and the share of accepted drafts."""
+    engine = build(model, 2, max_num_seqs=max_num_seqs)
+    sampling = replace(SAMPLED, max_tokens=8, stop_token_ids=())
+    requests = [Request(i, np.array([i % 8], np.int32), 10_000 + i, sampling) for i in range(60)]
+    tokens, load = [one.tokens.tolist() for one in generate(engine, requests)], dict(engine.load)
+    engine.close()
+    return tokens, load["accepted"] / load["drafted"]
+
+
+def test_requests_of_one_token_do_not_spoil_the_drafts_of_others(
+    tiny: tuple[Path, MtpReference], vllm_imported: None
+) -> None:
+    """Those that begin among others, in place of all at once, have the same tokens and drafts."""
+    path, _ = tiny
+    ((tokens, share),), ((others, same),) = (run_ranks(answer_single_tokens, 1, path, n) for n in (4, 60))
+    assert tokens == others and share == same > 0.4
+
+
 def read_text(tokens: list[int]) -> str:
     return "".join(f"<{token}>" for token in tokens)
 

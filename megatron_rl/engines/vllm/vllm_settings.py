@@ -169,9 +169,11 @@ def _check_all_to_all(config: RolloutConfig) -> None:
 
 def _list_draft_arguments(spec: EngineSpec, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` that differ from `arguments` with drafts."""
-    speculative: dict[str, Any] = dict(
-        method="mtp", num_speculative_tokens=spec.config.draft_tokens, draft_sample_method="probabilistic"
-    )
+    count = spec.config.draft_tokens
+    speculative: dict[str, Any] = dict(method="mtp", num_speculative_tokens=count, draft_sample_method="probabilistic")
+    # With a number for each size of a batch vLLM does not fill a new request of one token with drafts that are none,
+    # after which it verifies no draft of the step by its distribution.
+    speculative["num_speculative_tokens_per_batch_size"] = [(1, spec.config.max_num_seqs, count)]
     if "attention_backend" in arguments:
         speculative["attention_backend"] = arguments["attention_backend"]
     # A dict would not reach the layer's config. A batch drafts nothing if the drafts of one sequence, after those that
