@@ -352,21 +352,21 @@ class CertifiedParams:
 
 
 def count_once(shards: Sequence[Shard], rank: int) -> list[ShardBox]:
-    """Return the placements of `rank` whose box no earlier rank (or placement) holds."""
+    """Return the placements of `rank` whose box no earlier rank holds; several if it holds copies of a box."""
     own = next((shard for shard in shards if shard.ranks[0] == rank), None)
     if own is None:  # an earlier rank holds the same
         return []
-    counted: dict[tuple[str, Box], ShardBox] = {}
+    counted: dict[tuple[str, Box], list[ShardBox]] = {}
     for p in own.placements:
         if box_volume(p.hf_box):
-            counted.setdefault((p.hf_name, p.hf_box), p)
+            counted.setdefault((p.hf_name, p.hf_box), []).append(p)
     mine = {name for name, _ in counted}
     for shard in takewhile(lambda shard: shard is not own, shards):
         table = as_table(shard.placements)
         for _, name, kind in table.rows:
             if name in mine:
                 counted.pop((name, table.boxes[kind][1]), None)
-    return list(counted.values())
+    return [p for copies in counted.values() for p in copies]
 
 
 class Certificate:
@@ -408,8 +408,11 @@ class Certificate:
         for row, side in ((0, self._source), (1 + self._engine, self._destination)):
             wanted = [p for p in side.counted if p.hf_name in column]
             found = [compute_digest(self._piece(side, p), p.hf_box, self._shapes[p.hf_name]) for p in wanted]
+            firsts = dict[tuple[str, Box], torch.Tensor]()
             for p, digest in zip(wanted, found, strict=True):
-                digests[row, column[p.hf_name]] += digest.cpu()
+                # The first of equal copies counts; others add 0, or their difference twice: no single error cancels.
+                first = firsts.setdefault((p.hf_name, p.hf_box), digest)
+                digests[row, column[p.hf_name]] += (digest if digest is first else 2 * (digest - first)).cpu()
         dist.all_reduce(digests, group=self._group)
         wrong, is_dirty = (digests[1:] != digests[0]).nonzero().tolist(), bool(digests[0, -1] > 0)
         if wrong or is_dirty:
@@ -443,13 +446,10 @@ class Certificate:
         raise CertificateError("weights differ between training and rollout:\n  " + "\n  ".join(lines))
 
     def _locate(self, name: str) -> list[str]:
+        rank, sides = self._group.rank(), {"source": self._source, "destination": self._destination}
         mine = {
-            key: [
-                (p.hf_box, self._group.rank(), p.param, self._piece(side, p).cpu())
-                for p in side.counted
-                if p.hf_name == name
-            ]
-            for key, side in (("source", self._source), ("destination", self._destination))
+            key: [(p.hf_box, rank, p.param, self._piece(side, p).cpu()) for p in side.counted if p.hf_name == name]
+            for key, side in sides.items()
         }
         everyone = gather_objects(mine, self._group)  # only on the error path, for one tensor
         truth = torch.empty(self._shapes[name], dtype=self._dtype)

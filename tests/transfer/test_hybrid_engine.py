@@ -37,7 +37,8 @@ from megatron_rl.config.schema import (
     TrainerConfig,
 )
 from megatron_rl.config.sections import LoraConfig
-from megatron_rl.engines.protocol import SamplingConfig
+from megatron_rl.engines.protocol import EngineSpec, SamplingConfig
+from megatron_rl.engines.vllm.vllm_engine import VllmEngine
 from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
@@ -528,3 +529,31 @@ def test_wrong_weights_stop_the_run(tmp_path: Path, vllm_imported: None) -> None
 
     first, second = run_ranks(work_with_stale_piece, 2, timeout=150)
     assert first == second and "weights differ" in first and "rank 1" in first
+
+
+def test_a_wrong_second_copy_of_keys_stops_the_run(tmp_path: Path, vllm_imported: None) -> None:
+    """Gemma 4's keys that give the values, too, are in vLLM's parameter twice; its last rows are the second copy."""
+    save_tiny_model(tmp_path / "model", "gemma4_text", **engine_sizes("gemma4_text"))
+
+    def work_with_wrong_copy(rank: int, world_size: int) -> str:
+        real_init, real_run, engines = VllmEngine.__init__, Resharder.run, list[VllmEngine]()
+
+        def init(self: VllmEngine, spec: EngineSpec) -> None:
+            real_init(self, spec)
+            engines.append(self)
+
+        def run(self: Resharder) -> object:
+            result = real_run(self)
+            if rank == 1:
+                engines[0].params["model.layers.1.self_attn.qkv_proj.weight"][-1, 3] += 1
+            return result
+
+        VllmEngine.__init__, Resharder.run = init, run
+        try:
+            work(rank, world_size, tmp_path / "model", {"tp_size": 2}, 2, "vllm", {"alias_weights": False})
+        except CertificateError as error:
+            return str(error)
+        return "not noticed"
+
+    first, second = run_ranks(work_with_wrong_copy, 2, timeout=150)
+    assert first == second and "layers.1.self_attn.k_proj.weight" in first and "rank 1" in first
