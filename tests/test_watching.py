@@ -114,7 +114,7 @@ def test_a_run_that_is_watched(task: Path, tmp_path: Path, vllm_imported: None) 
 
     lines = re.findall(r"^rollout: (\d+)/32 responses, ([\d,]+) tokens", printed, re.M)
     counts = [(int(finished), int(tokens.replace(",", ""))) for finished, tokens in lines]
-    assert max(finished for finished, _ in counts) == 32, "those of both engines"
+    assert max(finished for finished, _ in counts) == 32, "by both engines"
     assert max(tokens for _, tokens in counts) <= max(r.get("tokens/response", 0) for r in records)
     assert any(tokens > 8 * finished for finished, tokens in counts), "tokens of unfinished responses count"
     assert re.search(r"^validation: \d+/16 responses", printed, re.M)

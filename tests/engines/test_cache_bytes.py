@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planned bytes of a token in the KV cache are those of vLLM's own blocks, for Gemma 4, whose layers have two sizes.
+"""Planned bytes of a token in the KV cache equal those in vLLM's own blocks, for Gemma 4, whose layers have two sizes.
 
 A token is counted in every layer, also where vLLM frees it behind a window. Not covered: GPUs, whose blocks are others.
 """

@@ -148,7 +148,7 @@ def answer_single_tokens(rank: int, world_size: int, model: Path, max_num_seqs: 
 def test_requests_of_one_token_do_not_spoil_the_drafts_of_others(
     tiny: tuple[Path, MtpReference], vllm_imported: None
 ) -> None:
-    """Those that begin among others, in place of all at once, have the same tokens and drafts."""
+    """Requests that begin among others have the tokens and drafts of requests that begin together."""
     path, _ = tiny
     ((tokens, share),), ((others, same),) = (run_ranks(answer_single_tokens, 1, path, n) for n in (4, 60))
     assert tokens == others and share == same > 0.4

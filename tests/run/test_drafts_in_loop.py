@@ -147,7 +147,7 @@ def test_a_run_with_drafts_samples_its_policy(task: Path, models: dict[str, Path
 
 
 def train_and_look(rank: int, world_size: int, overrides: list[str]) -> tuple[Any, bool, list[bool]]:
-    """What `train` returns, whether the module for drafters is loaded, which functions of vLLM are replaced."""
+    """Run `train`; return its result, whether the module for drafters is loaded, and the replaced functions of vLLM."""
     sys.modules.pop("megatron_rl.transfer.drafter", None)
     sampler = import_module("vllm.v1.sample.rejection_sampler")
     proposer = import_module("vllm.v1.spec_decode.llm_base_proposer")
