@@ -284,14 +284,8 @@ class Transfer:
             ranks_per_node=ranks_per_node,
             computed=tensors.computed,
         )
-        index, place = context.engines.places.get(rank, (-1, 0))
-        ranks = context.engines.of[index] if index >= 0 else ()
-        whole = group_shards(
-            lambda place: tensors.destination(ranks[place]),
-            lambda place: engine.shard_key(ranks[place]),
-            range(len(ranks)),
-        )
-        counted = count_once(whole, place)
+        index, _ = context.engines.places.get(rank, (-1, 0))
+        counted = [p for p in tensors.destination(rank) if box_volume(p.hf_box)] if index >= 0 else []
         written = {placement.param for placement in counted}
         padded = [name for name in tensors.params if name.endswith(PADDED_PARAMETERS)]
         self.certificate = Certificate(
@@ -352,28 +346,31 @@ class CertifiedParams:
 
 
 def count_once(shards: Sequence[Shard], rank: int) -> list[ShardBox]:
-    """Return the placements of `rank` whose box no earlier rank holds; several if it holds copies of a box."""
+    """Return the placements of `rank` whose box no earlier rank (or placement) holds."""
     own = next((shard for shard in shards if shard.ranks[0] == rank), None)
     if own is None:  # an earlier rank holds the same
         return []
-    counted: dict[tuple[str, Box], list[ShardBox]] = {}
+    counted: dict[tuple[str, Box], ShardBox] = {}
     for p in own.placements:
         if box_volume(p.hf_box):
-            counted.setdefault((p.hf_name, p.hf_box), []).append(p)
+            counted.setdefault((p.hf_name, p.hf_box), p)
     mine = {name for name, _ in counted}
     for shard in takewhile(lambda shard: shard is not own, shards):
         table = as_table(shard.placements)
         for _, name, kind in table.rows:
             if name in mine:
                 counted.pop((name, table.boxes[kind][1]), None)
-    return [p for copies in counted.values() for p in copies]
+    return list(counted.values())
 
 
 class Certificate:
-    """Comparison of both sides after a reshard; collective.
+    """Comparison of both sides after a reshard; collective, as is building it.
+
+    An engine may hold a tensor several times, by ranks or in one parameter: the digests of all copies are summed.
 
     Args:
-        source, destination: this rank's sides; the source is converted to the destination's dtype.
+        source: this rank's side, in which all ranks together count each element once; converted to the other's dtype.
+        destination: this rank's side, in which an engine's ranks count each element as often as they hold it.
         num_engines, engine: engines in the job, and this rank's engine; -1 if it has none.
     """
 
@@ -389,10 +386,17 @@ class Certificate:
         group: dist.ProcessGroup,
     ) -> None:
         self._shapes, self._source, self._destination = dict(shapes), source, destination
-        self._dtype = dtype
-        self._num_engines, self._engine, self._group = num_engines, engine, group
+        self._dtype, self._engine, self._group = dtype, engine, group
         sizes = {name: math.prod(shape) for name, shape in self._shapes.items()}
         self._rotation = fill_in_order(sizes, SAMPLE_SHARE * sum(sizes.values()))
+        held = [dict.fromkeys(sizes, 0) for _ in range(1 + num_engines)]
+        for row, side in ((0, source), (1 + engine, destination)):
+            for p in side.counted:
+                held[row][p.hf_name] += box_volume(p.hf_box)
+        elements, whole = torch.tensor([[*row.values()] for row in held]), torch.tensor([*sizes.values()])
+        dist.all_reduce(elements, group=group)
+        self._is_uneven = (elements[0] != whole) | (elements[1:] % whole != 0) | (elements[1:] == 0)  # no whole copies
+        self._copies, self._places = elements[1:] // whole, {name: index for index, name in enumerate(sizes)}
 
     def verify(self, turn: int | None = None) -> int:
         """Compare all tensors, or part `turn` of a rotation over them in parts of 2 %, and return the number compared.
@@ -402,21 +406,20 @@ class Certificate:
         """
         names = list(self._shapes) if turn is None else self._rotation[turn % len(self._rotation)]
         padding = [*self._dirty_padding(self._source, "training"), *self._dirty_padding(self._destination, "rollout")]
-        digests = torch.zeros(1 + self._num_engines, len(names) + 1, dtype=torch.int64)
+        digests = torch.zeros(1 + len(self._copies), len(names) + 1, dtype=torch.int64)
         digests[:, -1] = len(padding)
         column = {name: index for index, name in enumerate(names)}
         for row, side in ((0, self._source), (1 + self._engine, self._destination)):
             wanted = [p for p in side.counted if p.hf_name in column]
             found = [compute_digest(self._piece(side, p), p.hf_box, self._shapes[p.hf_name]) for p in wanted]
-            firsts = dict[tuple[str, Box], torch.Tensor]()
             for p, digest in zip(wanted, found, strict=True):
-                # The first of equal copies counts; others add 0, or their difference twice: no single error cancels.
-                first = firsts.setdefault((p.hf_name, p.hf_box), digest)
-                digests[row, column[p.hf_name]] += (digest if digest is first else 2 * (digest - first)).cpu()
+                digests[row, column[p.hf_name]] += digest.cpu()
         dist.all_reduce(digests, group=self._group)
-        wrong, is_dirty = (digests[1:] != digests[0]).nonzero().tolist(), bool(digests[0, -1] > 0)
-        if wrong or is_dirty:
-            self._raise_if_wrong(wrong, digests, names, padding)
+        places = [self._places[name] for name in names]
+        expected = digests[0, :-1] * self._copies[:, places]
+        wrong = ((digests[1:, :-1] != expected) | self._is_uneven[:, places]).nonzero().tolist()
+        if wrong or bool(digests[0, -1] > 0):
+            self._raise_if_wrong(wrong, expected, digests[1:], names, padding)
         return len(names)
 
     def _piece(self, side: CertifiedParams, placement: ShardBox) -> torch.Tensor:
@@ -433,16 +436,13 @@ class Certificate:
         return found
 
     def _raise_if_wrong(
-        self, wrong: list[list[int]], digests: torch.Tensor, names: list[str], padding: list[str]
+        self, wrong: list[list[int]], expected: torch.Tensor, found: torch.Tensor, names: list[str], padding: list[str]
     ) -> None:
         lines = [line for rank_lines in gather_objects(padding, self._group) for line in rank_lines]
         for engine, index in wrong[:3]:
-            name = names[index]
-            lines.append(
-                f"{name}: training {_hex(digests[0, index])}, rollout engine {engine} "
-                f"{_hex(digests[1 + engine, index])}"
-            )
-            lines += self._locate(name)
+            trained, other = _hex(expected[engine, index]), _hex(found[engine, index])
+            lines.append(f"{names[index]}: training {trained}, rollout engine {engine} {other}")
+            lines += self._locate(names[index])
         raise CertificateError("weights differ between training and rollout:\n  " + "\n  ".join(lines))
 
     def _locate(self, name: str) -> list[str]:

@@ -98,7 +98,7 @@ def count_by_definition(tables: list[list[ShardBox]], rank: int) -> list[ShardBo
 )
 @pytest.mark.parametrize("shape", [MOE_SHAPE, make_shape("qwen3_moe", tied_embeddings=True)], ids=["untied", "tied"])
 def test_counting_by_shard_is_counting_by_rank(shape: ModelShape, sizes: dict[str, int]) -> None:
-    """The same placements in the same order, on every rank and for an engine whose ranks share KV heads."""
+    """The same placements in the same order, on every rank, also where ranks share KV heads."""
     for tables in (place_megatron(shape, ParallelLayout(8, **sizes)), place_vllm(shape, 8, 8)):
         counted = [count_once(as_shards(tables), rank) for rank in range(8)]
         assert counted == [count_by_definition(tables, rank) for rank in range(8)]
@@ -138,6 +138,12 @@ def flip_one_bit(rank: int, destination: dict[str, torch.Tensor], source: dict[s
         destination["model.layers.3.mlp.gate_up_proj.weight"].view(torch.int32)[0, 0] ^= 1
 
 
+def change_a_replica(rank: int, destination: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:
+    """A norm that both ranks of an engine hold is wrong on the second one."""
+    if rank == 3:
+        destination["model.layers.2.input_layernorm.weight"][1] *= 1.5
+
+
 def exchange_experts(rank: int, destination: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:
     if rank == 3:
         one, two = (
@@ -157,6 +163,7 @@ FAULTS: dict[str, tuple[Callable[..., None], list[str]]] = {
     "stale piece": (keep_stale_piece, ["model.layers.1.mlp.down_proj.weight", "rank 3", "box"]),
     "padding": (leave_padding, ["lm_head.weight", "rank 1", "not zero"]),
     "wrong expert": (exchange_experts, ["model.layers.1.mlp.experts.1.down_proj.weight", "rank 3", "engine 1"]),
+    "replica": (change_a_replica, ["model.layers.2.input_layernorm.weight", "rank 3", "engine 1", "1 of"]),
     "one bit": (flip_one_bit, ["model.layers.3.mlp.gate_proj.weight", "rank 0", "1 of"]),
 }
 
@@ -171,7 +178,6 @@ def certify(rank: int, world_size: int, fault: str, sample: bool, rounds: int, d
     rounded = {name: tensor.to(dtype) for name, tensor in full.items()}
     destination = cut_shards(tables[rank], rounded, padding_rows=3, fill=0.0)
     FAULTS[fault][0](rank, destination, source)
-    first = rank // 2 * 2
     executor.SAMPLE_SHARE = 0.1
     certificate = Certificate(
         shape.logical_tensors(),
@@ -182,7 +188,7 @@ def certify(rank: int, world_size: int, fault: str, sample: bool, rounds: int, d
         ),
         CertifiedParams(
             destination,
-            count_once(as_shards(tables[first : first + 2]), rank - first),
+            [p for p in tables[rank] if box_volume(p.hf_box)],
             ["model.embed_tokens.weight", "lm_head.weight"],
         ),
         dtype=dtype,
