@@ -286,7 +286,7 @@ def carry_out(run: GoldenRun, task: Path, run_dir: Path, *extra: str) -> Recordi
     for leg in run.legs:
         settings = [setting.format(task=task, traces=GOLDEN / "traces") for setting in (*run.settings, *leg, *extra)]
         # Recorded when an engine had whole groups: which samples run together decides the last bits of log-probs.
-        settings += ["trainer.log_rollouts=-1", "observability.tensorboard=false", "rollout.dispatch=groups"]
+        settings += ["trainer.log_rollouts=-1", "observability.trackers=[]", "rollout.dispatch=groups"]
         program: Callable[..., Any] = fine_tune if run.is_sft else train
         overrides = (
             sft_overrides(task, f"trainer.run_dir={run_dir}", *settings)

@@ -257,7 +257,7 @@ def carry_out(
         f"algorithm.plugins=[{task}/plugins.py]",
         f"reward.function={task}/rewards.py:close",
         "data.validation_files=[]",
-        "observability.tensorboard=false",
+        "observability.trackers=[]",
         "trainer.save_final=false",
         f"trainer.total_steps={steps}",
         *found,

@@ -80,6 +80,6 @@ WINGS: dict[str, Wing] = {
         ("planning.admission", "planning.cluster", "planning.memory", "planning.parameters"),
     ),
     "reasoning-gym": Wing("`reasoning-gym:NAME` as a file or environment", ("extension.reasoning_gym",)),
-    "trackers": Wing("`observability.wandb`, `observability.trackers`", ("observability.trackers",)),
+    "trackers": Wing("`observability.trackers`", ("observability.trackers",)),
     "ZeRO-3": Wing("`actor.zero_stage`", ("training.fully_sharded", "weights.row_shards")),
 }

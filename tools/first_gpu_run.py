@@ -320,7 +320,7 @@ def _torchrun(ranks: int) -> list[str]:
 
 def _name_task(task: Path) -> list[str]:
     files = [f"model.path={task}/model", f"data.train_files=[{task}/train.jsonl]"]
-    return [*files, f"trainer.total_steps={_STEPS}", "trainer.save_freq=0", "observability.tensorboard=false"]
+    return [*files, f"trainer.total_steps={_STEPS}", "trainer.save_freq=0", "observability.trackers=[]"]
 
 
 def _nothing() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -27,12 +27,14 @@ from megatron_rl.compat.kinds import (
     each,
     look_up,
     note,
+    put,
     same,
 )
 from megatron_rl.compat.name_tables import PATTERNS
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.fields import WIDTH, FieldInfo, list_fields, list_options, render, section_classes
 from megatron_rl.config.schema import ACTOR_DECIDES
+from megatron_rl.config.sections import ObservabilityConfig
 from megatron_rl.config.sources import Setting, describe
 from megatron_rl.config.suggestions import unknown_key_error
 from megatron_rl.types import UserError
@@ -85,6 +87,10 @@ _EARLIER = {
     "trainer.breakpoint_step": Only((), "set a breakpoint in the IDE that trainer.debug_rank waits for"),
     "rollout.server.start_seconds": Only((600.0,), "rollout.server.silent_seconds bounds the start as well"),
 }
+_TRACKERS: dict[str, tuple[tuple[Any, list[str]], ...]] = {
+    "observability.tensorboard": ((True, ["tensorboard"]), (False, [])),
+    "observability.wandb": (("off", []), (False, []), ("offline", ["wandb-offline"]), ("online", ["wandb"])),
+}
 _MERGED = {"data.response_key": "data.answer_key", "reward.service_timeout_seconds": "reward.timeout_seconds"}
 
 
@@ -107,9 +113,38 @@ def _merge(earlier: str, target: str) -> AliasGroup:
     return AliasGroup((earlier,), target, combine, reads=(target,), targets={earlier: target})
 
 
+def _move(earlier: str, target: str, change: Callable[[Setting, Any], Any], default: Any = None) -> AliasGroup:
+    """Build the translation of settings of earlier versions that are parts of the value of `target` now.
+
+    Args:
+        earlier: names, separated by spaces.
+        change: (a part that is not null, the value of `target` or `default`) -> the value of `target`.
+    """
+
+    def combine(parts: Parts) -> Combined:
+        found = parts.get(target)
+        for given in (parts[name] for name in earlier.split() if name in parts):
+            if given.value is not None and (found is None or found.layer <= given.layer):
+                value = default if found is None or found.value is None else found.value
+                found = put(given, target, change(given, value))
+        if found is not None:
+            yield found
+
+    return AliasGroup((target, *earlier.split()), target, combine, targets={target: target})
+
+
+def _add_tracker(part: Setting, trackers: Any) -> list[Any]:
+    """Return the trackers with those that a setting of earlier versions says, and without others of its kind."""
+    known = _TRACKERS[part.name]
+    chosen = look_up(part, "observability.trackers", known, "set observability.trackers instead").value
+    given = trackers if isinstance(trackers, list) else [trackers]
+    return [one for one in given if all(one not in names for _, names in known)] + chosen
+
+
+_MOVED = (_move(" ".join(_TRACKERS), "observability.trackers", _add_tracker, ObservabilityConfig().trackers),)
 _PATTERNS = {**PATTERNS, "teachers.*.recompute_granularity": Ignored("only a backward pass recomputes")}
 _ALIASES = {**name_tables.ALIASES, **trl.ALIASES, **_EARLIER}
-_GROUPS = (*name_groups.GROUPS, *trl.GROUPS, *(_merge(*pair) for pair in _MERGED.items()))
+_GROUPS = (*name_groups.GROUPS, *trl.GROUPS, *(_merge(*pair) for pair in _MERGED.items()), *_MOVED)
 # In a recipe of verl's SFT trainer, its meanings come first.
 _OF_SFT = {**_ALIASES, **sft_names.ALIASES}, (*sft_names.GROUPS, *_GROUPS), {**_PATTERNS, **sft_names.OWN_PATTERNS}
 

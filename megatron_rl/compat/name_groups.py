@@ -648,17 +648,14 @@ def trackers_group(name: str, nothing: str = "") -> AliasGroup:
     def combine(parts: Parts) -> Combined:
         given = parts[name]
         places = given.value if isinstance(given.value, list) else [given.value]
-        if "wandb" in places:
-            yield put(given, "observability.wandb", "online", weak=True)
-        if trackers := [place for place in places if place in _TRACKERS]:
+        trackers = [place for place in places if place in _TRACKERS]
+        unknown = [str(place) for place in places if place not in (*_ALWAYS, *_TRACKERS, nothing, None)]
+        if given.value is not None and (trackers or not unknown):
             yield put(given, "observability.trackers", trackers, weak=True)
-        if unknown := [str(place) for place in places if place not in (*_ALWAYS, *_TRACKERS, "wandb", nothing, None)]:
+        if unknown:
             yield note(given, f"there is no tracker {' and no '.join(unknown)} (docs/watching.md#trackers)")
 
-    meaning = (
-        f"observability.wandb=online with wandb, observability.trackers with {', '.join(_TRACKERS)}; the console, "
-        "metrics.jsonl and TensorBoard have the metrics anyway"
-    )
+    meaning = f"observability.trackers with {', '.join(_TRACKERS)}; the console and metrics.jsonl are always there"
     return AliasGroup((name,), meaning, combine)
 
 
@@ -694,7 +691,7 @@ def _offload_group(prefix: str, role: str) -> AliasGroup:
 
 
 _CLIP_RATIO = f"{_ACTOR}.clip_ratio"
-_TRACKERS, _ALWAYS = ("mlflow", "trackio", "swanlab"), ("console", "tensorboard", "file")
+_TRACKERS, _ALWAYS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab"), ("console", "file")
 _ROLES = (("actor_rollout_ref.actor", "actor"), ("critic", "critic"))
 GROUPS: tuple[AliasGroup, ...] = (
     AliasGroup(

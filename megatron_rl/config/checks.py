@@ -169,8 +169,9 @@ _MODULES = {"opentelemetry-exporter-otlp": "opentelemetry.exporter.otlp.proto.ht
 
 def _check_packages(config: CheckedConfig) -> None:
     """Check that the optional packages that the settings need are installed, on every rank."""
+    trackers = [name.removesuffix("-offline") for name in config.get("observability.trackers")]
     for name, off, package in (
-        ("observability.wandb", "off", "wandb"),
+        *(("observability.trackers", [], tracker) for tracker in trackers),
         ("trainer.debug_rank", None, "debugpy"),
         ("actor.quantization", "none", "bitsandbytes"),
         ("observability.traces", "off", "opentelemetry-exporter-otlp"),
@@ -181,16 +182,15 @@ def _check_packages(config: CheckedConfig) -> None:
             name,
             f"needs the package {package}",
             expected=f"the package, or {render(off)}",
-            hint=f"pip install {package}, at the version of requirements.txt",
+            hint=f"pip install {package}, at the version of requirements.txt if it is there",
         )
-    for name in config.get("observability.trackers"):
-        config.require(
-            name in ("mlflow", "trackio", "swanlab") and importlib.util.find_spec(name) is not None,
-            "observability.trackers",
-            f"names {name!r}, which is not known or not installed",
-            expected="mlflow, trackio or swanlab, installed",
-            hint="pip install it, or leave it out; observability.wandb is for Weights & Biases",
-        )
+    config.require(
+        len(set(trackers)) == len(trackers),
+        "observability.trackers",
+        "names a tracker twice",
+        expected="each once, and W&B as wandb or as wandb-offline",
+        hint="leave one of the two out",
+    )
 
 
 def _check_engine_size(config: CheckedConfig) -> None:

@@ -262,21 +262,19 @@ class HealthConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservabilityConfig:
-    """Logging: TensorBoard, W&B, console, status page, alarms."""
+    """Logging: trackers, console, status page, alarms."""
 
-    tensorboard: bool = option(True, "Write TensorBoard event files to <run_dir>/tensorboard.")
+    trackers: list[Literal["tensorboard", "wandb", "wandb-offline", "mlflow", "trackio", "swanlab"]] = option(
+        ["tensorboard"],
+        "Trackers that get the metrics: tensorboard writes <run_dir>/tensorboard, wandb-offline <run_dir>/wandb; all "
+        "but the first need their package (docs/watching.md#trackers).",
+    )
     histograms_every: int = option(
         10,
         "TensorBoard histograms (lengths, rewards, advantages, log-prob gap) and sample texts in step 1 and every "
         "N steps (0: never).",
         "steps",
         ge=0,
-    )
-    wandb: Literal["off", "offline", "online"] = option(
-        "off", "Log to Weights & Biases (needs wandb); offline: into <run_dir>/wandb."
-    )
-    trackers: list[str] = option(
-        [], "Further trackers that get the metrics, if installed: mlflow, trackio, swanlab (docs/watching.md#trackers)."
     )
     wandb_project: str = option("megatron_rl", "Project in Weights & Biases and in the trackers.")
     wandb_name: str | None = option(None, "Name of the run there; default: that of the run directory.")

@@ -152,12 +152,13 @@ class Run:
         if self.page is not None:
             self.page.begin(records, positions)
             add(self.page)
-        for name in (*([] if settings.wandb == "off" else ["wandb"]), *settings.trackers):
-            from megatron_rl.observability.trackers import TRACKERS
+        for name in settings.trackers:
+            if name == "tensorboard":
+                add(TensorBoard(self.dir, after_step, settings.histograms_every))
+            else:
+                from megatron_rl.observability.trackers import TRACKERS
 
-            add(TRACKERS[name](self.dir, settings, self._config_yaml, self._total_steps))
-        if settings.tensorboard:
-            add(TensorBoard(self.dir, after_step, settings.histograms_every))
+                add(TRACKERS[name](self.dir, settings, self._config_yaml, self._total_steps))
         from megatron_rl.observability.console import ProgressDisplay
 
         self._display = ProgressDisplay(self._pace)
@@ -258,7 +259,8 @@ class Run:
 
     def write_histograms(self, step: int, describe: Callable[[], Mapping[str, np.ndarray]]) -> None:
         """Pass `describe()` to the sinks every `histograms_every` steps; only on rank 0 with TensorBoard."""
-        if self.is_writer and self._settings.tensorboard and is_due(step, self._settings.histograms_every):
+        has_tensorboard = "tensorboard" in self._settings.trackers
+        if self.is_writer and has_tensorboard and is_due(step, self._settings.histograms_every):
             values = describe()
             for sink in self._sinks:
                 sink.histograms(step, values)

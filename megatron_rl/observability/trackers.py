@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of a run in experiment trackers: W&B by `observability.wandb`, others by `observability.trackers`.
+"""The metrics of a run in the experiment trackers of `observability.trackers` except TensorBoard.
 
-Without a server of the user's, named by the tracker's own variables, the others write below the run directory or at
+Without a server of the user's, named by the tracker's own variables, all but W&B write below the run directory or at
 their usual place on this machine, and open no connection.
 """
 
@@ -69,8 +69,9 @@ class Tracker(Sink):
 
 
 class WandbRun(Tracker):
-    """Run of a W&B project; offline it writes files below <run_dir>/wandb and opens no connection.
+    """Run of a W&B project, online unless WANDB_MODE or `wandb-offline` says otherwise.
 
+    Offline it writes files below <run_dir>/wandb and opens no connection.
     A restarted run continues under the id in <run_dir>/wandb_id and logs repeated steps again; the axis of every chart
     is the metric `step`.
     """
@@ -84,8 +85,7 @@ class WandbRun(Tracker):
         import wandb
         from wandb.errors import Error
 
-        mode, id_file = self.settings.wandb, run_dir / "wandb_id"
-        assert mode != "off"
+        id_file = run_dir / "wandb_id"
         if not id_file.exists():
             replace_text(id_file, uuid.uuid4().hex[:12] + "\n")
         try:
@@ -95,7 +95,7 @@ class WandbRun(Tracker):
                 project=self.project,
                 name=self.name,
                 dir=str(run_dir),
-                mode=mode,
+                mode="offline" if "wandb-offline" in self.settings.trackers else None,
                 config=dict(config),
                 settings=wandb.Settings(
                     silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True, force=True
@@ -104,9 +104,9 @@ class WandbRun(Tracker):
         except Error as error:
             raise UserError(
                 f"Weights & Biases does not start: {error}",
-                source=f"observability.wandb={mode}",
+                source="observability.trackers",
                 expected="a machine that is logged in",
-                hint="run `wandb login`, or set observability.wandb=offline",
+                hint="run `wandb login`, or list wandb-offline instead of wandb",
             ) from error
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
@@ -203,4 +203,10 @@ class Swanlab(Tracker):
         self.library.finish(**({"state": "crashed", "error": "it ended before its last step"} if has_failed else {}))
 
 
-TRACKERS: dict[str, type[Tracker]] = {"wandb": WandbRun, "mlflow": Mlflow, "trackio": Trackio, "swanlab": Swanlab}
+TRACKERS: dict[str, type[Tracker]] = {
+    "wandb": WandbRun,
+    "wandb-offline": WandbRun,
+    "mlflow": Mlflow,
+    "trackio": Trackio,
+    "swanlab": Swanlab,
+}

@@ -37,7 +37,7 @@ COMMON = [
     "rollout.engine=hf",
     "data.validation_files=[]",
     "trainer.save_final=false",
-    "observability.tensorboard=false",
+    "observability.trackers=[]",
     "trainer.capture_step=2",
     "actor.lr=1e-4",
 ]

@@ -110,8 +110,7 @@ def test_a_verl_recipe_reads(tmp_path: Path) -> None:
         "algorithm.kl_in": "loss",
         "observability.wandb_project": "p",
         "observability.wandb_name": "e",
-        "observability.wandb": "online",
-        "observability.trackers": [],
+        "observability.trackers": ["wandb"],
     }
     assert {name: value_of(loaded, name) for name in expected} == expected
     kinds = [note.split("=")[0] for note in loaded.notes]
@@ -386,6 +385,36 @@ def test_settings_that_are_gone_are_read_where_they_say_what_is_done(tmp_path: P
         load_config(recipe, ["algorithm.distillation.coef=1"])
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "name", "expected"),
+    [
+        ("observability: {tensorboard: true, wandb: off, trackers: []}", [], "observability.trackers", ["tensorboard"]),
+        ("observability: {tensorboard: false, wandb: off, trackers: []}", [], "observability.trackers", []),
+        (
+            "observability: {tensorboard: true, wandb: offline, trackers: []}",
+            [],
+            "observability.trackers",
+            ["tensorboard", "wandb-offline"],
+        ),
+        ("observability: {wandb: online}", [], "observability.trackers", ["tensorboard", "wandb"]),
+        ("observability: {wandb: online}", ["observability.trackers=[]"], "observability.trackers", []),
+        (
+            "observability: {trackers: [wandb, tensorboard]}",
+            ["observability.wandb=offline"],
+            "observability.trackers",
+            ["tensorboard", "wandb-offline"],
+        ),
+    ],
+)
+def test_settings_of_an_earlier_run_that_are_parts_of_others_now(
+    tmp_path: Path, recipe: str, overrides: list[str], name: str, expected: object
+) -> None:
+    """Its config.yaml has both; on the command line, the new name decides, or an earlier one changes its part."""
+    (path := tmp_path / "config.yaml").write_text(recipe)
+    loaded = load_config(path, [*MINIMAL, *overrides])
+    assert value_of(loaded, name) == expected and loaded.notes == []
+
+
 def test_two_settings_of_an_earlier_run_that_are_one_now_must_agree(tmp_path: Path) -> None:
     """Its config.yaml has both, the one that nobody set with its default."""
     recipe, text = tmp_path / "config.yaml", "reward: {timeout_seconds: 60.0, service_timeout_seconds: %s}\n"
@@ -484,9 +513,10 @@ def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
         ("data.val_max_samples=-1", "data.validation_limit", None),
         ("reward_model.forward_max_token_len_per_gpu=5000", "reward_model.max_tokens_per_microbatch", 5000),
         ("algorithm.kl_ctrl.kl_coef=0.01", "algorithm.kl_coef", 0.01),
-        ("trainer.logger=wandb", "observability.wandb", "online"),
-        ("trainer.logger=[console,file]", "observability.wandb", "off"),
-        ("report_to=[wandb,tensorboard]", "observability.wandb", "online"),
+        ("trainer.logger=wandb", "observability.trackers", ["wandb"]),
+        ("trainer.logger=[console,file]", "observability.trackers", []),
+        ("report_to=[wandb,tensorboard]", "observability.trackers", ["wandb", "tensorboard"]),
+        ("report_to=all", "observability.trackers", ["tensorboard"]),
     ],
 )
 def test_values(override: str, name: str, expected: object) -> None:
@@ -494,8 +524,8 @@ def test_values(override: str, name: str, expected: object) -> None:
 
 
 def test_own_names_of_trackers_win_and_unknown_ones_get_a_note() -> None:
-    loaded = load("observability.wandb=offline", "trainer.logger=[wandb,clearml]", "report_to=none")
-    assert loaded.config.observability.wandb == "offline" and loaded.config.observability.trackers == []
+    loaded = load("observability.trackers=wandb-offline", "trainer.logger=[wandb,clearml]", "report_to=none")
+    assert loaded.config.observability.trackers == ["wandb-offline"]
     (note,) = loaded.notes
     assert note.endswith(", there is no tracker clearml (docs/watching.md#trackers)")
 

@@ -105,7 +105,7 @@ def test_a_command_for_fsdp_has_verls_defaults() -> None:
     assert loaded.notes[0].startswith("assumed: ") and "data.train_batch_size=256" in loaded.notes[0]
     assert "read as names of verl's SFT trainer: launch/pretrain_sft.py trains with them" in loaded.notes
     (ignored,) = [note for note in loaded.notes if note.startswith("ignored: 2 settings")]
-    assert ignored.endswith("data.val_files, engine") and loaded.config.observability.wandb == "online"
+    assert ignored.endswith("data.val_files, engine") and loaded.config.observability.trackers == ["wandb"]
 
 
 def test_a_command_for_megatron() -> None:

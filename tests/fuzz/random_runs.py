@@ -49,7 +49,7 @@ NOT_ALONE = re.compile(
     r".*(path|_parallel_size|_key|_files|_length|batch_size|zero_stage)$|model\.|placement\.|layout\.|teachers\."
     r"|rollout\.(engine|server|kv_cache|gpu_|engine_options|n$)|schedule\.(replay|max_staleness)|algorithm\.plugins"
     r"|agents\.(environment|program|tools)|reward\.(function|rule|components|service|timeout)|data\.weights"
-    r"|trainer\.(run_dir|total|debug|profile|collective|capture|best)|observability\.(wandb|status)"
+    r"|trainer\.(run_dir|total|debug|profile|collective|capture|best)|observability\.(trackers|wandb|status)"
     r"|checkpoint\.resume|.*memory_gib|.*worker_secrets"
 )
 ESTIMATORS = (

@@ -31,7 +31,7 @@ from megatron_rl.config.schema import ObservabilityConfig
 from megatron_rl.observability.progress import RolloutCount
 from megatron_rl.observability.run import Run
 
-run = Run(Path(sys.argv[1]), "", 4, ObservabilityConfig(tensorboard=False), 0)
+run = Run(Path(sys.argv[1]), "", 4, ObservabilityConfig(trackers=[]), 0)
 try:
     run.start(None)
     run.log.info("[red]resumed[/red]")

@@ -98,7 +98,7 @@ def test_closing_after_an_error_raises_no_other(tmp_path: Path) -> None:
             closed.append(1)
             raise OSError(28, "No space left on device")
 
-    run = Run(tmp_path, "", 1, ObservabilityConfig(tensorboard=False), 0)
+    run = Run(tmp_path, "", 1, ObservabilityConfig(trackers=[]), 0)
     run.start(None)
     run._sinks += [Stubborn(), Stubborn()]
     run.close()

@@ -18,7 +18,7 @@ from megatron_rl.config.schema import ObservabilityConfig
 from megatron_rl.observability.metrics import format_response, log_path, write_summary
 from megatron_rl.observability.run import Run
 
-OFF = ObservabilityConfig(tensorboard=False)
+OFF = ObservabilityConfig(trackers=[])
 WRITERS: dict[str, Callable[[Run], object]] = {
     "summary.json": lambda run: write_summary(run.dir),
     "config.yaml": lambda run: run.start(1),

@@ -34,7 +34,7 @@ from megatron_rl.types import UserError
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 HOSTILE = "</pre><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>{{script}} &lt;b&gt; \u2028"
 CONFIG_YAML = f"model:\n  path: {HOSTILE}\n"
-CONFIG = ObservabilityConfig(tensorboard=False, status_port=0)
+CONFIG = ObservabilityConfig(trackers=[], status_port=0)
 
 
 @pytest.fixture

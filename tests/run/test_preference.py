@@ -163,7 +163,7 @@ def test_the_own_loss_of_the_page_runs(task: Path, tmp_path: Path) -> None:
 
 def test_the_status_page_shows_validation_pairs(task: Path, tmp_path: Path) -> None:
     """The first two of the last validation, with the rewards that the viewer reads."""
-    _learn(task, tmp_path, 1, "observability.status_port=0", "observability.tensorboard=false")
+    _learn(task, tmp_path, 1, "observability.status_port=0", "observability.trackers=[]")
     page = (tmp_path / "run/status.html").read_text()
     (data,) = re.findall(r'<script type="application/json" id="frozen">(.*?)</script>', page)
     status = json.loads(data)

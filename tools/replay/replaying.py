@@ -156,7 +156,7 @@ def make_config(capsule: Capsule, run_dir: Path, overrides: Sequence[str]) -> Ru
         "save_final": False,
         "profile_steps": [],
     }
-    sections["observability"] = {"tensorboard": False}
+    sections["observability"] = {"trackers": []}
     return load_config(sections, overrides).config
 
 
