@@ -103,7 +103,7 @@ def format_page() -> str:
             accepted.append((f"`{name}`", f"the value of `{alias.target}`", "both mean the same here"))
         elif isinstance(alias, Only):
             values = ", ".join(f"`{render(value)}`" for value in alias.allowed) or "`null`"
-            accepted.append((f"`{name}`", values, alias.reason))
+            accepted.append((f"`{name}`", values, alias.reason.replace("|", "\\|")))
         else:
             assert isinstance(alias, Ignored)
             ignored.append((f"`{name}`", alias.reason))

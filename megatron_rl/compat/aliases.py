@@ -30,7 +30,7 @@ from megatron_rl.compat.kinds import (
     put,
     same,
 )
-from megatron_rl.compat.name_tables import PATTERNS
+from megatron_rl.compat.name_tables import PATTERNS, refuse_stages
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.fields import WIDTH, FieldInfo, list_fields, list_options, render, section_classes
 from megatron_rl.config.schema import ACTOR_DECIDES
@@ -61,6 +61,7 @@ _EARLIER = {
         for role in ("critic", "teachers.*")
         for leaf in ACTOR_DECIDES
     },
+    **{name: alias for role in ("critic", "reward_model", "teachers.*") for name, alias in refuse_stages(role).items()},
     "agents.episode_timeout_seconds": Ignored("agents.turn_timeout_seconds bounds each answer"),
     **each(
         "actor.lora.rslora critic.lora.rslora", Only((False,), "multiply lora.alpha by sqrt(lora.rank), the same scale")

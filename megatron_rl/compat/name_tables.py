@@ -64,12 +64,20 @@ _SHORT = {
 LAYOUT_LEAVES = tuple(item.name for item in fields(LayoutConfig) if item.name.endswith("_parallel_size"))
 
 
+def refuse_stages(role: str) -> dict[str, Alias]:
+    """Return the refusals of the actor's settings of pipeline stages in another role, by name."""
+    example = f"{role.replace('*', 'NAME')}.pipeline_model_parallel_layout=Ett|tt|tt|ttL"
+    why = f"write the layers of all model chunks, e.g. {example} for 8 layers, PP 2 and 2 chunks per stage"
+    return {f"{role}.{leaf}": Only((1,) if leaf == _SHORT["vpp"] else (), why) for leaf in STAGE_SETTINGS[:-1]}
+
+
 def megatron_names(role: str) -> dict[str, Alias]:
     """Return the translations of verl's `megatron.*` settings of a role with its own layout, by name."""
-    short = {f"{short}{end}": leaf for short, leaf in _SHORT.items() for end in ("", "_size")}
+    names = {f"engine.{short}{end}": leaf for short, leaf in _SHORT.items() for end in ("", "_size")}
+    names |= {f"megatron.{leaf}": leaf for leaf in LAYOUT_LEAVES}
+    names |= {f"megatron.override_transformer_config.{leaf}": leaf for leaf in STAGE_SETTINGS[1:]}
+    refused = {} if role == "actor" else refuse_stages(role)
     return {
-        **{f"megatron.{leaf}": Renamed(f"{role}.{leaf}") for leaf in LAYOUT_LEAVES},
-        **{f"engine.{name}": Renamed(f"{role}.{leaf}", ONE if name == "vpp" else ()) for name, leaf in short.items()},
         "megatron.forward_only": Ignored(MEGATRON),
         "megatron.dtype": Ignored("model.dtype decides"),
         "megatron.use_distributed_optimizer": Ignored("this role has no optimizer"),
@@ -80,7 +88,6 @@ def megatron_names(role: str) -> dict[str, Alias]:
         **each("megatron.max_seqlen_per_dp_cp_rank megatron.pad_bshd_to_minibatch_max", Ignored(PACKED)),
         **each("megatron.qat.enable fsdp_config.qat.enable qat.enable", Only((False,), _NO_QAT)),
         **{f"megatron.override_transformer_config.{leaf}": alias for leaf, alias in _TRANSFORMER.items()},
-        **{f"megatron.override_transformer_config.{leaf}": Renamed(f"{role}.{leaf}") for leaf in STAGE_SETTINGS[1:]},
         **each("megatron.param_offload engine.param_offload", Ignored(_SHARED)),
         **each("strategy model_engine", Ignored(FSDP)),
         "fsdp_config.reshard_after_forward": Renamed(f"{role}.zero_stage", STAGES, closed=True),
@@ -90,6 +97,10 @@ def megatron_names(role: str) -> dict[str, Alias]:
             Renamed(f"{role}.context_parallel_size"),
         ),
         "veomni.expert_parallel_size": Renamed(f"{role}.expert_model_parallel_size"),
+        **{
+            name: refused.get(f"{role}.{leaf}", Renamed(f"{role}.{leaf}", ONE if name == "engine.vpp" else ()))
+            for name, leaf in names.items()
+        },
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.config.checked import CheckedConfig
 from megatron_rl.config.fields import FieldInfo, coerce
-from megatron_rl.config.schema import ACTOR_DECIDES, FULLY_SHARDED, TRAINED, RewardModelConfig
+from megatron_rl.config.schema import FULLY_SHARDED, NOT_OWN, TRAINED, RewardModelConfig
 from megatron_rl.config.sections import LONGEST_PERIOD, MISSING, reduce_weights
 from megatron_rl.extension.registry import name_engines
 from megatron_rl.types import UserError
@@ -150,8 +150,6 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
         uncaptured["recompute_granularity"] = "full", "copies to memory of the host that differs by microbatch"
     if config.get(f"{section}.pipeline_model_parallel_size") > 1:
         uncaptured["overlap_grad_reduce"] = False, "the reduction during the backward of a pipeline stage"
-        if config.get(f"{section}.virtual_pipeline_model_parallel_size") != 1:
-            uncaptured["virtual_pipeline_model_parallel_size"] = None, "microbatches of an interleaved schedule"
     graph, static = f"{section}.step_mode = 'graph'", f"{section}.step_mode=static: the same step without capture"
     for leaf, (value, what) in uncaptured.items():
         config.allow(f"{section}.{leaf}", value, f"is not captured yet ({what}): {graph} cannot take it", static)
@@ -369,7 +367,7 @@ def _check_further(config: CheckedConfig) -> None:
         source = f"{setting}.{name}" + (f" ({config.sources[setting]})" if setting in config.sources else "")
         with config.mistakes.collect(setting):
             coerce(section, given, source)
-            refused = sorted({"further", *ACTOR_DECIDES} & given.keys())
+            refused = sorted({"further", *NOT_OWN} & given.keys())
             if given.get("path") is None or refused or not re.fullmatch(r"[\w-]+", name):
                 raise UserError(
                     f"{section.name} = {given!r} is no reward model",

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import yaml
 
 from megatron_rl.config.algorithm import OPTIONS
-from megatron_rl.config.schema import ACTOR_DECIDES, MISSING, LayoutConfig, RunConfig
+from megatron_rl.config.schema import MISSING, NOT_OWN, LayoutConfig, RunConfig
 from megatron_rl.types import UserError
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -135,7 +135,7 @@ def list_fields(teachers: Iterable[str] = ("NAME",), sources: Iterable[str] = ("
         for prefix in [f"{TEACHERS}.{name}" for name in teachers] if section == TEACHERS else [section]:
             found = read_fields(section_class, prefix)
             if issubclass(section_class, LayoutConfig) and section != "actor":
-                found = {name: info for name, info in found.items() if name.rpartition(".")[2] not in ACTOR_DECIDES}
+                found = {name: info for name, info in found.items() if name.rpartition(".")[2] not in NOT_OWN}
             if section == "data":
                 del found[SOURCES]
                 for name in sources:
@@ -302,7 +302,7 @@ def config_to_dict(cfg: RunConfig) -> dict[str, dict[str, Any]]:
     """
     sections = dataclasses.asdict(cfg)
     for role in (sections["critic"], sections["reward_model"], *sections["teachers"].values()):
-        for leaf in ACTOR_DECIDES:
+        for leaf in NOT_OWN:
             role.pop(leaf, None)
     return _redact_all(sections)
 

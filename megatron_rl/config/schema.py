@@ -40,13 +40,14 @@ ACTOR_DECIDES = (
     *("share_prompts", "logprob_chunk_tokens", "adam_eps", "bucket_tokens", "graph_memory_gib"),
     *("offload_gradients", "overlap_grad_reduce", "overlap_shared_experts", "zero_shard_size"),
 )
-# Without effect where a pipeline has one stage.
+# Without effect where a pipeline has one stage; roles besides the actor have the last alone.
 STAGE_SETTINGS = (
     "virtual_pipeline_model_parallel_size",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
     "pipeline_model_parallel_layout",
 )
+NOT_OWN = (*ACTOR_DECIDES, *STAGE_SETTINGS[:-1])  # in the actor's section only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,8 @@ class LayoutConfig:
         None, "Layers of the last stage; default: an equal share.", "layers", ge=1
     )
     pipeline_model_parallel_layout: str | None = option(
-        None, "Layers of all model chunks as megatron-core writes them, Ettt|(tttt|)*14ttL; default: equal numbers."
+        None,
+        "Layers of all chunks, and so VPP, as megatron-core has them, Ettt|(tttt|)*14ttL; default: equal numbers.",
     )
     context_parallel_size: int = option(1, "Ranks that share each sequence (CP).", "ranks", ge=1)
     expert_model_parallel_size: int = option(1, "Ranks that share the experts (EP).", "ranks", ge=1)
@@ -498,8 +500,6 @@ class RunConfig:
             given = {"further": {}, **section.further[inner.partition(".")[2]]}
             if given.get("tensor_model_parallel_size") == 1:
                 given.setdefault("sequence_parallel", False)
-            if given.get("pipeline_model_parallel_size") == 1:
-                given = dict.fromkeys(STAGE_SETTINGS) | given
             return replace(section, **given)
         return section[inner] if inner else section
 

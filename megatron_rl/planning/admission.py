@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config.batch_plan import BatchPlan, divisors
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.run_spec import RunSpec
-from megatron_rl.config.schema import STAGE_SETTINGS, RunConfig
+from megatron_rl.config.fields import render
+from megatron_rl.config.run_spec import RoleSpec, RunSpec
+from megatron_rl.config.schema import STAGE_SETTINGS, LayoutConfig, RunConfig
 from megatron_rl.planning.cluster import GIB, Cluster, Job, build_job
 from megatron_rl.planning.memory import MemoryPhase, RankMemory, compute_memory, find_smallest_cache
-from megatron_rl.planning.role_layouts import check_layout
+from megatron_rl.planning.role_layouts import build_layout, check_layout
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import Head, ModelShape
+from megatron_rl.weights.megatron_layout import divide_layers
 from megatron_rl.weights.model_config import model_shape_from_config, read_json
 from megatron_rl.weights.support import check_rollout_layout
 
@@ -41,17 +45,31 @@ class Choice:
 
     def overrides(self, job: Job) -> list[str]:
         """Return the command-line overrides that change the job into this choice."""
-        wanted, rollout = asdict(self), job.config.rollout
-        offload, engine_tp = wanted.pop("offload"), wanted.pop("rollout_tensor_model_parallel_size")
-        texts = []
-        for name, value in wanted.items():
-            text = "null" if value is None else str(value).lower()
-            alike = [role for role in job.spec.laid_out_alike if getattr(role.settings, name, value) != value]
-            texts += [f"{role.section}.{name}={text}" for role in alike]
-        if offload:
+        texts = [
+            f"{role.section}.{name}={render(value)}"
+            for role in job.spec.laid_out_alike
+            for name, value in self.settings_of(role, job).items()
+            if getattr(role.settings, name) != value
+        ]
+        if self.offload:
             texts += [f"{setting}=true" for setting in _offload_settings(job) if not _is_set(job, setting)]
-        changed = engine_tp != rollout.tensor_model_parallel_size
+        engine_tp = self.rollout_tensor_model_parallel_size
+        changed = engine_tp != job.config.rollout.tensor_model_parallel_size
         return texts + [f"rollout.tensor_model_parallel_size={engine_tp}"] * changed
+
+    def settings_of(self, role: RoleSpec, job: Job) -> dict[str, Any]:
+        """Return a role's settings by leaf; a string gives roles besides the actor the division that it has."""
+        found = {name: value for name, value in asdict(self).items() if hasattr(role.settings, name)}
+        if role.name == "actor":
+            return found
+        stages = {name: found.pop(name) for name in STAGE_SETTINGS[:-1]}
+        if found[STAGE_SETTINGS[-1]] is None and any(stages.values()):
+            from megatron_rl.weights.pipeline_stages import write_stages
+
+            size = self.pipeline_model_parallel_size
+            layout = build_layout(LayoutConfig(pipeline_model_parallel_size=size, **stages), size)
+            found[STAGE_SETTINGS[-1]] = write_stages(divide_layers(job.shape_of(role).num_layers, layout))
+        return found
 
 
 @dataclass(frozen=True)
@@ -197,14 +215,9 @@ def _list_choices(job: Job) -> Iterator[Choice]:
 
 
 def _apply(job: Job, choice: Choice) -> Job:
-    layout = asdict(choice)
-    rollout_tp, offload = layout.pop("rollout_tensor_model_parallel_size"), layout.pop("offload")
-    sections: dict[str, dict[str, object]] = {
-        role.section: {leaf: value for leaf, value in layout.items() if hasattr(role.settings, leaf)}
-        for role in job.spec.laid_out_alike
-    }
-    sections["rollout"] = {"tensor_model_parallel_size": rollout_tp}
-    for setting in _offload_settings(job) if offload else ():
+    sections = {role.section: choice.settings_of(role, job) for role in job.spec.laid_out_alike}
+    sections["rollout"] = {"tensor_model_parallel_size": choice.rollout_tensor_model_parallel_size}
+    for setting in _offload_settings(job) if choice.offload else ():
         section, _, leaf = setting.rpartition(".")
         sections.setdefault(section, {})[leaf] = _is_set(job, setting) or True  # "stream" stays
     return job.with_config(**sections)
@@ -279,7 +292,7 @@ def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> Us
             "actor.max_tokens_per_microbatch and rollout.gpu_memory_utilization"
         )
     else:
-        hint = f"the nearest layout that fits: {' '.join(nearest.choice.overrides(job))}"
+        hint = f"the nearest layout that fits: {shlex.join(nearest.choice.overrides(job))}"
         hint += f" (predicted {nearest.seconds:.1f} s per step)" if nearest.seconds else ""
     return UserError(
         problem.found,

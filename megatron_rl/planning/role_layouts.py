@@ -17,27 +17,25 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 def build_layout(config: LayoutConfig, world_size: int, first_rank: int = 0) -> ParallelLayout:
     """Build the layout of a config section on `world_size` ranks (UserError if its sizes do not divide them)."""
+    chunks: tuple[int | None, ...] = ()
+    pp_size = config.pipeline_model_parallel_size
+    if pp_size > 1 and any(getattr(config, name) for name in STAGE_SETTINGS[1:]):
+        from megatron_rl.weights.pipeline_stages import find_chunk_layers
+
+        chunks = find_chunk_layers(config)
     layout = ParallelLayout(
         world_size,
         first_rank=first_rank,
         tp_size=config.tensor_model_parallel_size,
-        pp_size=config.pipeline_model_parallel_size,
-        vpp_size=config.virtual_pipeline_model_parallel_size or 1,
+        pp_size=pp_size,
+        vpp_size=config.virtual_pipeline_model_parallel_size or max(1, len(chunks) // pp_size),
         cp_size=config.context_parallel_size,
-        chunk_layers=_find_chunk_layers(config),
+        chunk_layers=chunks,
         ep_size=config.expert_model_parallel_size,
         etp_size=config.expert_tensor_parallel_size,
     )
     size = config.zero_shard_size if config.zero_stage == FULLY_SHARDED else None
     return replace(layout, shard_size=size) if size and size < layout.shard_sizes[0] else layout
-
-
-def _find_chunk_layers(config: LayoutConfig) -> tuple[int | None, ...]:
-    if config.pipeline_model_parallel_size == 1 or not any(getattr(config, name) for name in STAGE_SETTINGS[1:]):
-        return ()
-    from megatron_rl.weights.pipeline_stages import find_chunk_layers
-
-    return find_chunk_layers(config)
 
 
 def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLayout:
@@ -53,11 +51,13 @@ def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLay
         allowed["context_parallel_size"] = [n for n in range(1, heads + 1) if heads % n == 0]
     if shape.delta_net is not None or FAMILIES[shape.family].has_sinks:
         allowed |= {"zero_stage": [1], "step_mode": ["eager", "static"]}
+    if layout.vpp_size > 1:  # microbatches of an interleaved schedule are not captured
+        allowed["step_mode"] = ["eager", "static"]
     for name, values in allowed.items():
         setting = f"{role.section}.{name}"
         if (value := getattr(role.settings, name, values[0])) not in values:
             raise UserError(
-                f"{setting} = {value} with a {shape.family} model",
+                f"{setting} = {value} with a {shape.family} model in the layout {layout.describe()}",
                 source=f"{setting} and the model's config.json",
                 expected=f"one of {values}",
                 hint=f"set {setting}={values[0]}",

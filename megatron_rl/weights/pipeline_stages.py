@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 from itertools import groupby
 
-from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.config.schema import STAGE_SETTINGS, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import divide_layers
 
-_LAYOUT, _FIRST = "pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage"
-_LAST = "num_layers_in_last_pipeline_stage"
+_VPP, _FIRST, _LAST, _LAYOUT = STAGE_SETTINGS
 _REPEATED = re.compile(r"\(([^()]+)\)\*(\d{1,3})"), re.compile(r"([Et|L])\*(\d{1,3})")
 
 
@@ -42,7 +41,7 @@ def find_chunk_layers(config: LayoutConfig) -> tuple[int | None, ...]:
         if count is not None and count % chunks:
             raise UserError(
                 f"{name} = {count} layers for {chunks} model chunks",
-                source=f"{name} and virtual_pipeline_model_parallel_size of a role",
+                source=f"{name} and {_VPP} of a role",
                 expected=f"a multiple of {chunks}",
                 hint=f"{_LAYOUT} gives each chunk its own number of layers",
             )
@@ -94,7 +93,7 @@ def check_stages(shape: ModelShape, layout: ParallelLayout, section: str) -> Non
         valid = [n for n in range(1, layers + 1) if layers % n == 0]
         raise UserError(
             f"pp * vpp = {pp_size} * {vpp_size} = {chunks} does not divide the {layers} layers of the model",
-            source=f"{section}.pipeline_model_parallel_size, {section}.virtual_pipeline_model_parallel_size",
+            source=f"{section}.pipeline_model_parallel_size and the model's config.json",
             expected=f"pp * vpp one of {valid}, or the layers of each chunk",
             hint=hint,
         )
@@ -102,15 +101,15 @@ def check_stages(shape: ModelShape, layout: ParallelLayout, section: str) -> Non
         raise UserError(
             f"{len(layout.chunk_layers)} model chunks for pp * vpp = {pp_size} * {vpp_size} = {chunks}",
             source=f"{section}.{_LAYOUT}",
-            expected=f"{chunks} chunks, {chunks - 1} times |",
-            hint=f"{hint}, or change {section}.virtual_pipeline_model_parallel_size",
+            expected=f"{chunks} chunks, or with another VPP a multiple of {pp_size}",
+            hint=hint,
         )
     counts = divide_layers(layers, layout)
     if sum(counts) != layers or min(counts[1:-1], default=1) < 1 or min(counts) < 0:
         given = ", ".join("the rest" if count is None else str(count) for count in layout.chunk_layers)
         raise UserError(
             f"model chunks of {given} layers for the {layers} layers of the model",
-            source=f"{section}.{_LAYOUT}, {section}.{_FIRST}, {section}.{_LAST} and the model's config.json",
+            source=f"{section}.{_LAYOUT}, {_FIRST}, {_LAST} and the model's config.json",
             expected=f"{layers} layers in all, the rest in equal shares of a layer or more",
             hint=hint,
         )

@@ -376,7 +376,8 @@ def test_settings_that_are_gone_are_read_where_they_say_what_is_done(tmp_path: P
         "trainer: {log_validation: true}\ncheckpoint: {keep_best: true, max_failed_saves: 3}\n"
         "observability: {status_token: true}\nreward: {service_max_answer_bytes: 67108864}\n"
         "reward_model: {recompute_granularity: none}\nrollout: {server: {start_seconds: 600.0}}\n"
-        "teachers: {code: {path: t, recompute_granularity: full}}\n"
+        "teachers: {code: {path: t, recompute_granularity: full, virtual_pipeline_model_parallel_size: null}}\n"
+        "critic: {num_layers_in_first_pipeline_stage: null, virtual_pipeline_model_parallel_size: 1}\n"
     )
     loaded = load_config(recipe, ["algorithm.distillation.coef=1"])
     assert [note.partition("=")[0] for note in loaded.notes] == ["ignored: teachers.code.recompute_granularity"]

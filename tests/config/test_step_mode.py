@@ -19,7 +19,6 @@ PP, VPP = "actor.pipeline_model_parallel_size=2", "actor.virtual_pipeline_model_
         (["actor.step_mode=cuda"], "actor.step_mode", "eager"),
         ([STATIC, "actor.bucket_tokens=[512, 1024]"], "actor.bucket_tokens", "no bucket for a microbatch of"),
         ([STATIC, "actor.bucket_tokens=[0, 4096]"], "actor.bucket_tokens", "no bucket"),
-        ([GRAPH, PP, f"{VPP}=2"], VPP, "an interleaved schedule"),
         ([GRAPH, PP, "actor.overlap_grad_reduce=true"], "actor.overlap_grad_reduce", "not captured yet"),
         ([GRAPH, "actor.expert_model_parallel_size=2"], "actor.expert_model_parallel_size", "not captured yet"),
     ],

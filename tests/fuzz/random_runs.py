@@ -155,7 +155,10 @@ def _draw_layout(rng: random.Random, section: str, world: int, has_experts: bool
     if sizes["tensor_model_parallel_size"] > 1:
         found[f"{section}.sequence_parallel"] = rng.random() < 0.8 or has_experts
     if sizes["pipeline_model_parallel_size"] == 2 and rng.random() < 0.2:
-        found[f"{section}.virtual_pipeline_model_parallel_size"] = 2
+        if section == "actor":
+            found["actor.virtual_pipeline_model_parallel_size"] = 2
+        else:
+            found[f"{section}.pipeline_model_parallel_layout"] = rng.choice(("Et|t|t|tL", "E|t|tt|tL"))
     if has_experts:
         shared = left * sizes["context_parallel_size"]
         found[f"{section}.expert_model_parallel_size"] = rng.choice((1, 2)) if shared % 2 == 0 else 1

@@ -101,6 +101,13 @@ def test_nothing_fits() -> None:
         (("actor.pipeline_model_parallel_size=8", "actor.ppo_mini_batch_size=60"), "ppo_mini_batch_size"),
         (("actor.context_parallel_size=8", "actor.tensor_model_parallel_size=1"), None),
         (("rollout.tensor_model_parallel_size=3",), "world_size"),
+        (
+            (
+                *("actor.step_mode=graph", "actor.pipeline_model_parallel_size=2"),
+                "actor.pipeline_model_parallel_layout=Ett|tt|tt|ttL",
+            ),
+            "actor.step_mode = graph with a llama model in the layout tp=1 pp=2 dp=4 vpp=2",
+        ),
     ],
 )
 def test_what_the_run_refuses_is_no_plan(overrides: tuple[str, ...], message: str | None) -> None:
@@ -110,6 +117,24 @@ def test_what_the_run_refuses_is_no_plan(overrides: tuple[str, ...], message: st
         return
     with pytest.raises(UserError, match=message):
         check_job(job)
+
+
+@pytest.mark.parametrize(
+    ("stages", "layout", "chunks"),
+    [
+        ("actor.virtual_pipeline_model_parallel_size=2", "Et*7|(t*7|)*2t*7L", 2),
+        ("actor.num_layers_in_first_pipeline_stage=12", "Et*12|t*16L", 1),
+    ],
+)
+def test_other_roles_divide_their_layers_as_the_actor_by_a_string(stages: str, layout: str, chunks: int) -> None:
+    pipelines = [f"{role}.pipeline_model_parallel_size=2" for role in ("actor", "critic")]
+    shape, given = published_shape("Qwen2.5-7B-Instruct"), ("algorithm.adv_estimator=gae", *pipelines, stages)
+    job = make_job(shape, *given)
+    own = next(c for c in candidates(job) if c.choice.pipeline_model_parallel_size == 2)
+    assert f"critic.pipeline_model_parallel_layout={layout}" in own.choice.overrides(job)
+    again = make_job(shape, *given, *own.choice.overrides(job))
+    assert again.layout_of(again.spec.roles["critic"]).vpp_size == again.layout.vpp_size == chunks
+    assert again.config == own.job.config
 
 
 def test_moments_that_are_streamed_stay_so_in_every_candidate() -> None:

@@ -136,7 +136,7 @@ def test_ways_that_a_family_is_not_served_with_are_refused(
     assert tool.main([SEVEN, "--hf-config", str(config), f"--json={out}"]) == 0, capsys.readouterr().err
     found = {method["name"]: method for method in json.loads(out.read_text())["methods"]}
     assert [name for name, method in found.items() if method["fits"]] == ["full, ZeRO-1"]
-    assert found["full, ZeRO-3"]["refusal"] == "actor.zero_stage = 3 with a qwen3_5_text model"
+    assert found["full, ZeRO-3"]["refusal"].startswith("actor.zero_stage = 3 with a qwen3_5_text model")
     assert "lora.target_modules" in found["LoRA"]["refusal"]
 
 

@@ -50,7 +50,7 @@ LAYOUTS = {
     "tp2-pp2-sp": Case(4, dict(tp_size=2, pp_size=2), SP | dict(recompute_granularity="full")),
     "dp2": Case(2),
     "dp2-replicated": Case(2, actor=dict(zero_stage=0)),
-    "pp2-vpp2": Case(2, dict(pp_size=2, vpp_size=2)),
+    "pp2-vpp2": Case(2, dict(pp_size=2, vpp_size=2, chunk_layers=(1, 1, 1, 1))),
     "tp2-dp2": Case(4, dict(tp_size=2)),
     "cp2-tp2-sp": Case(4, dict(tp_size=2, cp_size=2), SP),
     "cp2-pp2": Case(4, dict(cp_size=2, pp_size=2)),

@@ -30,7 +30,7 @@ LAYOUTS = {
     "tp2-sp": Case(2, dict(tp_size=2), SP),
     "pp2": Case(2, dict(pp_size=2)),
     "dp2": Case(2),
-    "pp2-vpp2": Case(2, dict(pp_size=2, vpp_size=2)),
+    "pp2-vpp2": Case(2, dict(pp_size=2, vpp_size=2, chunk_layers=(0, 1, 2, 1))),
     "tp2-pp2-sp": Case(4, dict(tp_size=2, pp_size=2), SP),
     "tp2-dp2": Case(4, dict(tp_size=2)),
     "pp2-dp2": Case(4, dict(pp_size=2)),

@@ -7,13 +7,16 @@ tests/checkpoint/test_resuming.py. Not covered: schedules on GPUs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.config.schema import ActorConfig, CriticConfig, LayoutConfig, RewardModelConfig, TeacherConfig
 from megatron_rl.planning.role_layouts import build_layout
 from megatron_rl.types import UserError
 from megatron_rl.weights.megatron_layout import divide_layers, stage_layers
@@ -43,6 +46,14 @@ def test_layouts_are_read_as_by_megatron_core(pp: int, vpp: int, text: str) -> N
             expected = theirs.layout[stage][chunk].count(LayerType.decoder)
             mine = stage_layers(sum(num_layers), layout, stage, chunk)
             assert (len(mine), mine.start) == (expected, sum(num_layers[: chunk * pp + stage]))
+
+
+@pytest.mark.parametrize("section", [ActorConfig, CriticConfig, RewardModelConfig, partial(TeacherConfig, path="t")])
+def test_a_string_gives_the_chunks_per_stage_of_every_role(section: Callable[..., LayoutConfig]) -> None:
+    config = section(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|tt|tt|ttL")
+    interleaved = build_layout(configure(2, 2), 4)
+    assert build_layout(config, 4) == replace(interleaved, chunk_layers=(2, 2, 2, 2))
+    assert divide_layers(8, build_layout(config, 4)) == divide_layers(8, interleaved) == (2, 2, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +117,8 @@ def test_sixty_one_layers_over_eight_and_sixteen_stages() -> None:
         (configure(2, None, "Ett|ttmL"), "'Ett|ttmL'", "no part of the pipeline"),
         (configure(2, None, "Ett|t*L"), "'Ett|t*L'", "for example Ettt|"),
         (configure(3, None, "Ett||ttL"), "'Ett||ttL'", "for example Ettt|"),
-        (configure(2, None, "Et|t|tt|L"), "4 model chunks for pp * vpp = 2 * 1 = 2", "change actor.virtual"),
+        (configure(2, None, "Et|t|ttL"), "3 model chunks for pp * vpp = 2 * 1 = 2", "set actor.{layout}='Ett|ttL'"),
+        (configure(2, 3, "Et|t|t|tL"), "4 model chunks for pp * vpp = 2 * 3 = 6", "use a smaller PP or VPP"),
         (configure(2, None, "Ettt|ttL"), "chunks of 3, 2 layers for the 4 layers", "set actor.{layout}='Ett|ttL'"),
         (configure(3, None, first=1), "chunks of 1, the rest, the rest layers for the 4", "set actor.{layout}="),
         (configure(2, None, last=4), "chunks of the rest, 4 layers", None),

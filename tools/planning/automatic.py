@@ -6,6 +6,7 @@ The choice is pure arithmetic on config, model shapes and memory per rank, so al
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,7 +83,7 @@ def _take_smallest_budgets(job: Job) -> tuple[Job, str]:
 
 
 def _describe(job: Job, best: Candidate, count: int) -> str:
-    changed, cluster = " ".join(best.choice.overrides(job)) or "as the config says", job.cluster
+    changed, cluster = shlex.join(best.choice.overrides(job)) or "as the config says", job.cluster
     return (
         f"layout auto: {changed}: the fastest by prediction ({best.seconds:.3g} s per step) of {count} that fit "
         f"{cluster.world_size} rank(s) of {cluster.memory_bytes / GIB:.1f} GiB; the fullest phase takes "

@@ -315,7 +315,7 @@ def _candidate_row(candidate: Candidate) -> str:
     x = candidate.choice
     return (
         f"  {x.tensor_model_parallel_size:>3}{x.pipeline_model_parallel_size:>4}"
-        f"{x.virtual_pipeline_model_parallel_size or 1:>4}{x.context_parallel_size:>4}"
+        f"{candidate.job.layout.vpp_size:>4}{x.context_parallel_size:>4}"
         f"{x.expert_model_parallel_size:>4}{x.rollout_tensor_model_parallel_size:>10}"
         f"{x.recompute_granularity:>11}{'yes' if x.offload else 'no':>9}{candidate.seconds:>9.1f}"
         f"{candidate.worst_phase.total / GIB:>10.1f}  {candidate.worst_phase.name}"
