@@ -192,6 +192,7 @@ def translate(
     elif is_verl:
         verl_defaults.add_defaults(latest)
     translated: list[Setting] = []
+    repeated: list[tuple[Setting, SameAs]] = []
     notes = ["read as names of verl's SFT trainer: launch/pretrain_sft.py trains with them"] if is_sft else list[str]()
     for group in groups:
         parts = {name: latest.pop(name) for name in group.names if name in latest}
@@ -200,9 +201,10 @@ def translate(
             for found in group.combine(parts | reads) if parts else ():
                 if isinstance(found, str):
                     notes.append(found)
+                elif isinstance(alias := aliases.get(found.name), SameAs):
+                    repeated.append((found, alias))
                 else:
                     translated.append(found)
-    repeated: list[tuple[Setting, SameAs]] = []
     idle: list[tuple[Setting, str]] = []
     for setting in latest.values():
         alias = aliases.get(re.sub(r"^teachers\.[^.]+", "teachers.*", setting.name))
@@ -283,8 +285,10 @@ def _compare(
         strongest = Setting(alias.target, fields[alias.target].default, "its default", setting.layer)
     if value is None or (strongest is not None and same(value, strongest.value)):
         return []
-    if strongest is None or strongest.layer != setting.layer:
-        return [note(setting, f"{alias.target} decides")]
+    if alias.strict and setting.name.startswith("critic.") and verl_defaults.has_no_critic(translated, fields):
+        return [note(setting, "there is no critic")]
+    if strongest is None or (strongest.layer > setting.layer if alias.strict else strongest.layer != setting.layer):
+        return [f"ignored: {describe(setting)}, {alias.target} decides"]
     raise UserError(
         f"{setting.name} = {setting.value!r}, but {describe(strongest)}",
         source=setting.source,

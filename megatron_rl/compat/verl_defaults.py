@@ -93,6 +93,13 @@ def describe_assumed(translated: Sequence[Setting], fields: Mapping[str, FieldIn
     return [f"assumed: {pairs} (defaults of the project whose names the recipe has)"] if taken else []
 
 
+def has_no_critic(translated: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> bool:
+    """Return whether the estimator of translated settings is one of this program's that need no critic."""
+    name = "algorithm.adv_estimator"
+    chosen = {one.name: one.value for one in sorted(translated, key=lambda one: (one.layer, not one.weak))}
+    return chosen.get(name, fields[name].default) in _WITHOUT_CRITIC
+
+
 def describe_unused(translated: Sequence[Setting]) -> list[str]:
     """Return a note for each section of a verl recipe whose model the run does not have: critic, reference."""
     chosen = {one.name: one.value for one in sorted(translated, key=lambda one: (one.layer, not one.weak))}

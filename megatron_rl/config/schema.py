@@ -37,8 +37,8 @@ FULLY_SHARDED = 3  # the `zero_stage` in which ranks share weights
 STREAMED_BYTES = 512 << 20  # moments on a GPU at a time with `offload_optimizer: stream`; one parameter may have more
 # Settings of the actor that the critic and teachers take over; the reward model takes over the last, else the default.
 ACTOR_DECIDES = (
-    *("share_prompts", "logprob_chunk_tokens", "adam_eps", "bucket_tokens", "graph_memory_gib"),
-    *("offload_gradients", "overlap_grad_reduce", "overlap_shared_experts", "zero_shard_size"),
+    *("share_prompts", "logprob_chunk_tokens", "adam_beta1", "adam_beta2", "adam_eps", "bucket_tokens"),
+    *("graph_memory_gib", "offload_gradients", "overlap_grad_reduce", "overlap_shared_experts", "zero_shard_size"),
 )
 # Without effect where a pipeline has one stage; roles besides the actor have the last alone.
 STAGE_SETTINGS = (

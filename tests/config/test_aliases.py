@@ -216,10 +216,10 @@ def test_stages_of_unequal_length_keep_their_numbers() -> None:
 
 def test_whoever_writes_a_name_beats_the_default() -> None:
     """Under either name."""
-    config = load_config(
-        None, [*VERL, "rollout.n=5", f"{ACTOR}.optim.betas=[0.8, 0.9]", "data.train_batch_size=512"]
-    ).config
-    assert (config.rollout.n, config.actor.adam_beta2, config.critic.adam_beta2) == (5, 0.9, 0.999)
+    loaded = load_config(None, [*VERL, "rollout.n=5", f"{ACTOR}.optim.betas=[0.8, 0.999]", "data.train_batch_size=512"])
+    config = loaded.config
+    assert (config.rollout.n, config.actor.adam_beta1, config.critic.adam_beta1) == (5, 0.8, 0.8)
+    assert "ignored: critic.adam_beta1=0.9 (verl's default), actor.adam_beta1 decides" in loaded.notes
     assert (config.data.train_batch_size, config.algorithm.adv_estimator) == (512, "gae")
 
 
@@ -414,6 +414,22 @@ def test_settings_of_an_earlier_run_that_are_parts_of_others_now(
     (path := tmp_path / "config.yaml").write_text(recipe)
     loaded = load_config(path, [*MINIMAL, *overrides])
     assert value_of(loaded, name) == expected and loaded.notes == []
+
+
+def test_the_critic_has_the_betas_of_the_actor(tmp_path: Path) -> None:
+    """Others are refused where there is a critic; the config.yaml of a run without one has the critic's defaults."""
+    recipe = tmp_path / "config.yaml"
+    recipe.write_text("actor: {adam_beta1: 0.9, adam_beta2: 0.999}\ncritic: {adam_beta1: 0.9, adam_beta2: 0.95}\n")
+    loaded = load_config(recipe, MINIMAL)
+    assert loaded.notes == [f"ignored: critic.adam_beta2=0.95 ({recipe}:2), there is no critic"]
+    assert loaded.config.critic.adam_beta2 == 0.999
+    with pytest.raises(UserError) as caught:
+        load_config(recipe, [*MINIMAL, "algorithm.adv_estimator=gae"])
+    assert caught.value.found == f"critic.adam_beta2 = 0.95, but actor.adam_beta2=0.999 ({recipe}:1)"
+    loaded = load_config(recipe, [*MINIMAL, "algorithm.adv_estimator=gae", "actor.adam_beta2=0.95"])
+    assert (loaded.notes, loaded.config.critic.adam_beta2) == ([], 0.95)
+    with pytest.raises(UserError, match="critic.adam_beta1 = 0.8, but actor.adam_beta1"):
+        load_config(recipe, [*MINIMAL, "algorithm.adv_estimator=gae", "critic.adam_beta1=0.8"])
 
 
 def test_two_settings_of_an_earlier_run_that_are_one_now_must_agree(tmp_path: Path) -> None:
