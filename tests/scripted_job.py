@@ -188,7 +188,6 @@ class Job:
             ),
             algorithm=SimpleNamespace(
                 dynamic_sampling=self.rounds is not None,
-                dynamic_sampling_metric=None,
                 max_sampling_rounds=self.rounds,
                 mask_truncated=False,
             ),

@@ -36,7 +36,6 @@ VARIANTS = {
     "grpo-async": ["algorithm.dynamic_sampling=true", "algorithm.max_sampling_rounds=2", *layout_overrides(2, 1, 1)],
     "ppo-sync": [
         "algorithm.adv_estimator=gae",
-        "algorithm.kl_controller=adaptive",
         "algorithm.kl_target=0.001",
         "algorithm.kl_horizon=64",
         "checkpoint.async_save=false",

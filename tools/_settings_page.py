@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from megatron_rl.config.fields import FieldInfo, list_fields, render, section_classes
+from megatron_rl.config.source_settings import OWN
 
 _INTRODUCTION = """\
 # Settings
@@ -18,11 +18,11 @@ An unknown name is an error that suggests the closest ones. `--dry-run` prints t
 all to `<run_dir>/config.yaml`.
 
 A default in bold must be given. `null` means "not given". Each setting is an anchor: `#actor.lr`.
-{rows} settings have a row, and {repeated} repeat one of them for another role or a source of prompts.
+{rows} settings have a row, and {repeated} repeat one of them for another role.
 `python tools/make_docs.py` makes this page from `megatron_rl/config/schema.py`.
 """
 _OF_A_ROLE = "With the actor's meaning and default"
-_OF_A_SOURCE = "For a source, in place of the run's setting that the link shows"
+_OF_A_SOURCE = "In place of the run's values, a source takes"
 _HEADER = """
 ## {section}
 
@@ -45,14 +45,15 @@ def format_page() -> str:
         same = [f'<a id="{one.name}"></a>[`{one.name}`](#{other.name})' for one, other in found if other is not None]
         if same:
             repeated += len(same)
-            parts.append(f"\n{_OF_A_SOURCE if section == 'data' else _OF_A_ROLE}: {', '.join(same)}.\n")
+            parts.append(f"\n{_OF_A_ROLE}: {', '.join(same)}.\n")
+        if section == "data":
+            own = ", ".join(f"[`{leaf}`](#{setting})" for leaf, setting in OWN.items())
+            parts.append(f"\n{_OF_A_SOURCE} {own} of its own.\n")
     return "".join([_INTRODUCTION.format(rows=len(fields) - repeated, repeated=repeated), *parts])
 
 
 def _find_other(info: FieldInfo, fields: Mapping[str, FieldInfo]) -> FieldInfo | None:
-    """Return the setting that `info` repeats for another role or for a source of prompts, if any."""
-    if found := re.fullmatch(r"As ([a-z_]+\.[a-z_]+)\.", info.doc):
-        return fields.get(found[1])
+    """Return the setting that `info` repeats for another role, if any."""
     other = fields.get(f"actor.{info.leaf.removeprefix('NAME.')}")
     is_same = other is not None and info.section != "actor" and (info.doc, info.default) == (other.doc, other.default)
     return other if is_same else None

@@ -340,7 +340,7 @@ def compare_kl(verl: SimpleNamespace) -> Iterator[Row]:
         kl = compute_kl(batch.old, batch.ref, "k3") * batch.mask
         theirs.update(float((kl.sum(1) / batch.lengths).mean()), len(kl))
         ours.update(measure_for_target(kl.sum(1).numpy(), batch.lengths.numpy(), config), len(kl))
-    yield Row("KL", "kl_ctrl.type=adaptive", "kl_controller, per token", abs(ours.coef - theirs.value))
+    yield Row("KL", "kl_ctrl.type=adaptive", "kl_target per token", abs(ours.coef - theirs.value))
 
 
 def compare_the_rest(verl: SimpleNamespace) -> Iterator[Row]:

@@ -19,6 +19,7 @@ from megatron_rl.algorithms.losses import (
     PolicyLossInputs,
     bounded_ratio,
     clip_surrogate,
+    find_options,
     number_segments,
     sum_per_segment,
 )
@@ -67,7 +68,7 @@ def compute_sapo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tupl
     loss_t = -A_t 4 / tau sigmoid(tau (ratio_t - 1))      tau = tau_pos if A_t > 0, else tau_neg
     """
     ratio, advantages = bounded_ratio(inputs.logprobs - inputs.old_logprobs), inputs.advantages
-    tau = torch.full_like(ratio, config.sapo_tau_neg).masked_fill(advantages > 0, config.sapo_tau_pos)
+    tau = torch.full_like(ratio, inputs.options.tau_neg).masked_fill(advantages > 0, inputs.options.tau_pos)
     return -advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau, torch.zeros_like(inputs.loss_mask)
 
 
@@ -136,12 +137,12 @@ def compute_clip_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
 def compute_kl_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the unclipped surrogate with a penalty on the tokens in `inputs.chosen` (KL-Cov).
 
-    loss_t = -ratio_t A_t (+ kl_cov_coef |logprobs_t - old_logprobs_t| if chosen)
+    loss_t = -ratio_t A_t (+ coef |logprobs_t - old_logprobs_t| if chosen)
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     token_loss = -bounded_ratio(log_ratio) * inputs.advantages
     if inputs.chosen is not None:
-        token_loss = token_loss + torch.where(inputs.chosen, config.kl_cov_coef * log_ratio.abs(), 0.0)
+        token_loss = token_loss + torch.where(inputs.chosen, inputs.options.coef * log_ratio.abs(), 0.0)
     return token_loss, torch.zeros_like(inputs.loss_mask)
 
 
@@ -176,11 +177,11 @@ def _sequence_mean(values: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tens
 
 @torch.no_grad()
 def choose_tokens(inputs: PolicyLossInputs, config: AlgorithmConfig, group: dist.ProcessGroup) -> torch.Tensor:
-    """Choose max(1, cov_ratio * tokens of the step) tokens for `clip_cov` or `kl_cov` to restrain; collective.
+    """Choose max(1, ratio * tokens of the step) tokens for `clip_cov` or `kl_cov` to restrain; collective.
 
         cov_t       (A_t - mean A) (old_logprob_t - mean old_logprob)
         kl_cov      the tokens with the greatest cov_t
-        clip_cov    pseudorandom ones of the tokens with clip_cov_low < cov_t < clip_cov_high, the same in every layout
+        clip_cov    pseudorandom ones of the tokens with low < cov_t < high, the same in every layout
 
     Args:
         group: DP group over which the step's tokens are spread; means are over all of them.
@@ -188,7 +189,7 @@ def choose_tokens(inputs: PolicyLossInputs, config: AlgorithmConfig, group: dist
     Returns:
         [t] bool.
     """
-    mask = inputs.loss_mask
+    mask, options = inputs.loss_mask, find_options(config, config.policy_loss)
     advantages, logprobs = (x[mask].double() for x in (inputs.advantages, inputs.old_logprobs))
     sums = torch.stack([mask.sum().double(), advantages.sum(), logprobs.sum()])
     dist.all_reduce(sums, group=group)
@@ -199,10 +200,10 @@ def choose_tokens(inputs: PolicyLossInputs, config: AlgorithmConfig, group: dist
     positions = np.arange(len(ids)) - np.repeat(starts, np.diff(starts, append=len(ids)))
     candidates = np.arange(len(ids))
     if config.policy_loss == "clip_cov":
-        candidates = np.flatnonzero((scores > config.clip_cov_low) & (scores < config.clip_cov_high))
+        candidates = np.flatnonzero((scores > options.low) & (scores < options.high))
         scores = _hash(ids, positions)
     columns = np.stack([-scores, ids, positions], axis=1)[candidates]
-    mine = _find_first(columns, max(int(config.cov_ratio * count), 1), group)
+    mine = _find_first(columns, max(int(options.ratio * count), 1), group)
     chosen = torch.zeros_like(mask)
     chosen[mask.nonzero()[candidates[mine], 0]] = True
     return chosen

@@ -31,6 +31,7 @@ from megatron_rl.compat.kinds import (
     same,
 )
 from megatron_rl.compat.name_tables import PATTERNS, refuse_stages
+from megatron_rl.config.algorithm import KlCovOptions
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.fields import WIDTH, FieldInfo, list_fields, list_options, render, section_classes
 from megatron_rl.config.schema import ACTOR_DECIDES
@@ -71,6 +72,13 @@ _EARLIER = {
     **each("critic.offload_gradients critic.overlap_grad_reduce", Ignored("the actor's setting decides for both")),
     "critic.enable": Ignored("algorithm.adv_estimator decides: there is a critic if it needs values"),
     "critic.quantization": Only(("none",), "only the policy learns adapters of a model in four bits"),
+    **{
+        f"algorithm.{earlier}": Renamed(f"algorithm.options.{option}")
+        for earlier, option in (
+            *(("sapo_tau_pos", "sapo.tau_pos"), ("sapo_tau_neg", "sapo.tau_neg"), ("kl_cov_coef", "kl_cov.coef")),
+            *(("clip_cov_low", "clip_cov.low"), ("clip_cov_high", "clip_cov.high")),
+        )
+    },
     "observability.console_every": Ignored("the console has a line for each step"),
     "observability.progress_bar": Ignored("bars are drawn on a terminal only"),
     **each("checkpoint.keep_best observability.status_token trainer.log_validation", Only((True,), _GONE)),
@@ -142,7 +150,37 @@ def _add_tracker(part: Setting, trackers: Any) -> list[Any]:
     return [one for one in given if all(one not in names for _, names in known)] + chosen
 
 
-_MOVED = (_move(" ".join(_TRACKERS), "observability.trackers", _add_tracker, ObservabilityConfig().trackers),)
+def _move_share(parts: Parts) -> Combined:
+    """Translate `algorithm.cov_ratio`, which two losses had in common, into an option of the configured one."""
+    given, loss = parts["algorithm.cov_ratio"], parts.get("algorithm.policy_loss")
+    if loss is not None and loss.value in ("clip_cov", "kl_cov"):
+        yield replace(given, name=f"algorithm.options.{loss.value}.ratio")
+    elif given.value != KlCovOptions().ratio:
+        yield note(given, "it belongs to algorithm.policy_loss clip_cov and kl_cov")
+
+
+def _read_controller(kind: Setting, target: float | None) -> float | None:
+    """Return the target of a controller that is fixed or adaptive."""
+    kinds = (("fixed", None), ("adaptive", target or name_groups.KL_TARGET))
+    return look_up(kind, "algorithm.kl_target", kinds, "set algorithm.kl_target alone").value
+
+
+_MOVED = (
+    _move(" ".join(_TRACKERS), "observability.trackers", _add_tracker, ObservabilityConfig().trackers),
+    _move("algorithm.kl_controller", "algorithm.kl_target", _read_controller),
+    _move(
+        "algorithm.dynamic_sampling_metric",
+        "algorithm.dynamic_sampling",
+        lambda one, is_on: is_on and one.value,
+        False,
+    ),
+    AliasGroup(
+        ("algorithm.cov_ratio",),
+        "algorithm.options.clip_cov.ratio or kl_cov.ratio",
+        _move_share,
+        reads=("algorithm.policy_loss",),
+    ),
+)
 _PATTERNS = {**PATTERNS, "teachers.*.recompute_granularity": Ignored("only a backward pass recomputes")}
 _ALIASES = {**name_tables.ALIASES, **trl.ALIASES, **_EARLIER}
 _GROUPS = (*name_groups.GROUPS, *trl.GROUPS, *(_merge(*pair) for pair in _MERGED.items()), *_MOVED)

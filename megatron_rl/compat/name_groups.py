@@ -26,7 +26,6 @@ from megatron_rl.types import UserError
 _ACTOR = "actor_rollout_ref.actor"
 LOSS_MODE, _DUAL_CLIP = f"{_ACTOR}.policy_loss.loss_mode", f"{_ACTOR}.clip_ratio_c"
 _AGGREGATION, _SCALE = f"{_ACTOR}.loss_agg_mode", f"{_ACTOR}.loss_scale_factor"
-_COV_RATIOS = {mode: f"{_ACTOR}.policy_loss.{mode}_ratio" for mode in ("clip_cov", "kl_cov")}
 _SAME_LOSSES = ("gspo", "cispo", "clip_cov", "kl_cov", "geo_mean", "sapo", "dppo_tv", "dppo_kl", "dro")
 LOSS_MODES = {"vanilla": "ppo", "gpg": "policy_gradient"} | {name: name for name in _SAME_LOSSES}
 AGGREGATIONS = (
@@ -82,11 +81,6 @@ def _combine_policy_loss(parts: Parts) -> Combined:
     elif mode is not None and has_clip and not (own_loss and own_loss.value != LOSS_MODES[mode.value]):
         yield put(mode, "algorithm.dual_clip", _VERL_DUAL_CLIP, layer=ASSUMED)
     yield from _combine_aggregation(parts, mode)
-    for owner, name in _COV_RATIOS.items():
-        if name in parts and mode is not None and mode.value == owner:
-            yield replace(parts[name], name="algorithm.cov_ratio")
-        elif name in parts:
-            yield note(parts[name], f"it belongs to {LOSS_MODE} = {owner!r}")
 
 
 def _combine_aggregation(parts: Parts, mode: Setting | None) -> Combined:
@@ -114,12 +108,11 @@ _KL_LOSS_TYPE = f"{_ACTOR}.kl_loss_type"
 _USE_KL_IN_REWARD, _KL_PENALTY = "algorithm.use_kl_in_reward", "algorithm.kl_penalty"
 _CONTROLLER = {
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef",
-    "algorithm.kl_ctrl.type": "algorithm.kl_controller",
-    "algorithm.kl_ctrl.target_kl": "algorithm.kl_target",
     "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
 }
-_KL_CTRL_COEF = "algorithm.kl_ctrl.kl_coef"
-_KL_NAMES = (_USE_KL_LOSS, _KL_LOSS_COEF, _KL_LOSS_TYPE, _USE_KL_IN_REWARD, _KL_PENALTY, *_CONTROLLER)
+_KL_CTRL_COEF, _KL_CTRL, _KL_CTRL_TARGET = (f"algorithm.kl_ctrl.{leaf}" for leaf in ("kl_coef", "type", "target_kl"))
+_OF_CONTROLLER = (*_CONTROLLER, _KL_CTRL, _KL_CTRL_TARGET)
+_KL_NAMES = (_USE_KL_LOSS, _KL_LOSS_COEF, _KL_LOSS_TYPE, _USE_KL_IN_REWARD, _KL_PENALTY, *_OF_CONTROLLER)
 KL_TYPES = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs"}
 _VERL_KL_COEF = 0.001
 _VERL_KL_PENALTY = "k1"
@@ -142,9 +135,10 @@ def _combine_kl(parts: Parts) -> Combined:
             yield put(switch, "algorithm.kl_coef", _VERL_KL_COEF, layer=ASSUMED)
         penalty = parts.get(_KL_PENALTY) or put(switch, _KL_PENALTY, _VERL_KL_PENALTY, layer=ASSUMED)
         yield _read_kl_type(penalty)
-        for name in ("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.target_kl"):
-            if name in parts:  # verl's target is a KL per token
-                yield put(parts[name], "algorithm.kl_target_per", "token", weak=True)
+        for found in _combine_controller(parts):
+            yield found
+            if isinstance(found, Setting):  # verl's target is a KL per token
+                yield put(found, "algorithm.kl_target_per", "token", weak=True)
         yield from (replace(parts[name], name=target) for name, target in _CONTROLLER.items() if name in parts)
         yield from _ignore(parts, (_KL_LOSS_COEF, _KL_LOSS_TYPE), f"{_USE_KL_LOSS} is not true")
         return
@@ -158,12 +152,41 @@ def _combine_kl(parts: Parts) -> Combined:
         yield put(use_loss, "algorithm.kl_coef", _VERL_KL_COEF, layer=ASSUMED)
     if _KL_LOSS_TYPE in parts:
         yield _read_kl_type(parts[_KL_LOSS_TYPE])
-    unused, lone = {_KL_PENALTY, *_CONTROLLER}, parts.get(_KL_CTRL_COEF)
+    unused, lone = {_KL_PENALTY, *_OF_CONTROLLER}, parts.get(_KL_CTRL_COEF)
     if lone is not None and not parts.keys() & {_USE_KL_LOSS, _KL_LOSS_COEF, _USE_KL_IN_REWARD}:
         unused.remove(_KL_CTRL_COEF)
         yield replace(lone, name="algorithm.kl_coef")
         yield f"read as algorithm.kl_coef: {describe(lone)}, the KL term is in the loss"
     yield from _ignore(parts, unused, f"{_USE_KL_IN_REWARD} is not true")
+
+
+KL_TARGET = 0.1  # of an adaptive controller whose target is not given, as verl's
+
+
+def _combine_controller(parts: Parts) -> Combined:
+    """Translate the kind of the controller, fixed or adaptive, and its target into `algorithm.kl_target`."""
+    kind, target = parts.get(_KL_CTRL), parts.get(_KL_CTRL_TARGET)
+    values = (("fixed", None), ("adaptive", KL_TARGET), (None, None))
+    read = None if kind is None else look_up(kind, "algorithm.kl_target", values, "set algorithm.kl_target, see --help")
+    if read is not None and read.value is not None:
+        yield replace(read, weak=True) if target is None else replace(target, name=read.name)
+    elif target is not None and target.value != KL_TARGET:
+        yield note(target, f"{_KL_CTRL} is not adaptive")
+
+
+def _combine_group_filter(parts: Parts) -> Combined:
+    """Translate the switch and the metric of dynamic sampling into one setting."""
+    switch, metric = (parts.get(name) for name in _GROUP_FILTER)
+    is_on = switch is not None and read_boolean(switch)
+    value = True if metric is None else _FILTER_METRICS.get(metric.value, metric.value)
+    if switch is not None:
+        yield put(switch, "algorithm.dynamic_sampling", is_on and value)
+    if metric is not None and not is_on and value is not True:
+        yield note(metric, f"{_GROUP_FILTER[0]} is not true")
+
+
+_GROUP_FILTER = ("algorithm.filter_groups.enable", "algorithm.filter_groups.metric")
+_FILTER_METRICS = {None: True, "score": True, "seq_reward": "reward", "seq_final_reward": "reward"}
 
 
 def _read_kl_type(setting: Setting) -> Setting:
@@ -696,7 +719,7 @@ _ROLES = (("actor_rollout_ref.actor", "actor"), ("critic", "critic"))
 GROUPS: tuple[AliasGroup, ...] = (
     AliasGroup(
         _KL_NAMES,
-        "algorithm.kl_in, kl_coef, kl_type, kl_controller, kl_target (with kl_target_per=token) and kl_horizon",
+        "algorithm.kl_in, kl_coef, kl_type, kl_target (if kl_ctrl.type is adaptive; per token) and kl_horizon",
         _combine_kl,
     ),
     AliasGroup(
@@ -708,14 +731,20 @@ GROUPS: tuple[AliasGroup, ...] = (
         targets={_ESTIMATOR: _ESTIMATOR},
     ),
     AliasGroup(
-        (LOSS_MODE, _DUAL_CLIP, _AGGREGATION, *_COV_RATIOS.values()),
+        (LOSS_MODE, _DUAL_CLIP, _AGGREGATION),
         "algorithm.policy_loss, dual_clip (3.0 in a recipe of verl's that does not write it), "
-        "loss_agg_mode (seq-mean-token-mean for gspo, sapo and geo_mean, whatever is written) and cov_ratio",
+        "loss_agg_mode (seq-mean-token-mean for gspo, sapo and geo_mean, whatever is written)",
         _combine_policy_loss,
         reads=(_SCALE, "algorithm.policy_loss"),
         targets={_AGGREGATION: "algorithm.loss_agg_mode"},
     ),
     *(_offload_group(prefix, role) for prefix, role in _ROLES),
+    AliasGroup(
+        _GROUP_FILTER,
+        "algorithm.dynamic_sampling: true, or the metric; score is true, seq_reward and seq_final_reward are reward",
+        _combine_group_filter,
+        targets={_GROUP_FILTER[0]: "algorithm.dynamic_sampling"},
+    ),
     AliasGroup((_CLIP_RATIO,), CLIP_SIDES, lambda parts: split_clip(parts[_CLIP_RATIO])),
     _reward_model_group("reward_model.enable", "reward_model.model.path"),
     _reward_model_group("reward.reward_model.enable", "reward.reward_model.model_path"),

@@ -81,8 +81,8 @@ ALIASES: dict[str, Alias] = {
     "beta": Renamed("algorithm.kl_coef"),
     "epsilon_high": Renamed("algorithm.clip_eps_high"),
     "delta": Renamed("algorithm.dual_clip"),
-    "sapo_temperature_pos": Renamed("algorithm.sapo_tau_pos"),
-    "sapo_temperature_neg": Renamed("algorithm.sapo_tau_neg"),
+    "sapo_temperature_pos": Renamed("algorithm.options.sapo.tau_pos"),
+    "sapo_temperature_neg": Renamed("algorithm.options.sapo.tau_neg"),
     "importance_sampling_level": Renamed(
         "algorithm.policy_loss", (("token", "ppo"), ("sequence", "gspo")), closed=True
     ),

@@ -32,6 +32,15 @@ class DistillationConfig:
 
 
 @dataclass(frozen=True)
+class ClipCovOptions:
+    """The policy loss clip_cov."""
+
+    ratio: float = option(0.0002, "Share of the tokens of a step that are chosen by their covariance.", gt=0, le=1)
+    low: float = option(1.0, "Tokens with a covariance above it may be chosen.")
+    high: float = option(5.0, "Tokens with a covariance below it may be chosen.", gt=0)
+
+
+@dataclass(frozen=True)
 class DroOptions:
     """The policy loss dro."""
 
@@ -64,9 +73,26 @@ class GrpoTurnsOptions:
     )
 
 
+@dataclass(frozen=True)
+class KlCovOptions:
+    """The policy loss kl_cov."""
+
+    ratio: float = option(0.0002, "Share of the tokens of a step that are chosen by their covariance.", gt=0, le=1)
+    coef: float = option(0.1, "Weight of |logprobs - old_logprobs| on the chosen tokens.", ge=0)
+
+
+@dataclass(frozen=True)
+class SapoOptions:
+    """The policy loss sapo."""
+
+    tau_pos: float = option(1.0, "Temperature of the gate for positive advantages.", gt=0)
+    tau_neg: float = option(1.05, "Temperature of the gate for the others.", gt=0)
+
+
 # Name of an estimator, loss or aggregation -> the dataclass of its options.
 OPTIONS: dict[str, type] = {
-    "dro": DroOptions, "gdpo": GdpoOptions, "gigpo": GigpoOptions, "grpo_turns": GrpoTurnsOptions
+    "clip_cov": ClipCovOptions, "dro": DroOptions, "gdpo": GdpoOptions, "gigpo": GigpoOptions,
+    "grpo_turns": GrpoTurnsOptions, "kl_cov": KlCovOptions, "sapo": SapoOptions,
 }  # fmt: skip
 
 
@@ -85,9 +111,7 @@ class AlgorithmConfig:
         "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, distill (teachers alone), or a plugin's.",
     )
     norm_adv_by_std: bool = option(True, "grpo*, gdpo, gigpo: divide by the standard deviation (else: Dr. GRPO).")
-    gamma: float = option(
-        1.0, "Discount per token (gae, reinforce_plus_plus) or per turn (gigpo, grpo_turns).", ge=0, le=1
-    )
+    gamma: float = option(1.0, "Discount per token (gae, reinforce_plus_plus) or turn (gigpo, grpo_turns).", ge=0, le=1)
     gae_lambda: float = option(1.0, "Lambda of generalized advantage estimation.", ge=0, le=1)
     policy_loss: str = option(
         "ppo",
@@ -113,14 +137,6 @@ class AlgorithmConfig:
         wrong="would clip every negative advantage",
         hint="3.0 is the value of the paper",
     )
-    sapo_tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages.", gt=0)
-    sapo_tau_neg: float = option(1.05, "sapo: temperature of the gate for the others.", gt=0)
-    cov_ratio: float = option(
-        0.0002, "clip_cov, kl_cov: share of the tokens of a step that are chosen by their covariance.", gt=0, le=1
-    )
-    clip_cov_low: float = option(1.0, "clip_cov: tokens with a covariance above it may be chosen.")
-    clip_cov_high: float = option(5.0, "clip_cov: tokens with a covariance below it may be chosen.", gt=0)
-    kl_cov_coef: float = option(0.1, "kl_cov: weight of |logprobs - old_logprobs| on the chosen tokens.", ge=0)
     loss_agg_mode: str = option(
         "token-mean",
         "Denominator: token-mean, token-sum, seq-mean-token-mean, seq-mean-token-sum, constant, a plugin's.",
@@ -135,23 +151,19 @@ class AlgorithmConfig:
         "k3", "KL estimator (Schulman), or the absolute difference of log-probs (abs)."
     )
     kl_in: Literal["loss", "reward"] = option("loss", "Where the KL term enters: the loss, or each token's reward.")
-    kl_controller: Literal["fixed", "adaptive"] = option(
-        "fixed", "Keep kl_coef (fixed), or move it so that the KL approaches kl_target (adaptive)."
+    kl_target: float | None = option(
+        None, "KL that an adaptive controller approaches by moving kl_coef; null: kl_coef is fixed.", "nats", gt=0
     )
-    kl_target: float = option(0.1, "KL that the adaptive controller aims at.", "nats", gt=0)
     kl_target_per: Literal["response", "token"] = option(
         "response", "kl_target is the KL of a response, or of a token (as verl's)."
     )
-    kl_horizon: float = option(10000.0, "Responses over which the adaptive controller acts.", "responses", gt=0)
+    kl_horizon: float = option(10000.0, "Responses over which the controller acts.", "responses", gt=0)
     entropy_coef: float = option(0.0, "Weight of the entropy bonus (full vocabulary).", ge=0)
     mask_truncated: bool = option(False, "Responses cut at max_response_length enter no loss (DAPO).")
-    dynamic_sampling: bool = option(
-        False, "Resample until data.train_batch_size groups have responses of different reward (DAPO)."
-    )
-    dynamic_sampling_metric: str | None = option(
-        None,
-        "What must differ: a number that the reward function reports, 'reward' (with the overlong penalty), or "
-        "null: the reward without it.",
+    dynamic_sampling: bool | str = option(
+        False,
+        "Resample until data.train_batch_size groups have responses that differ in the reward without the overlong "
+        "penalty (true; DAPO), with it ('reward'), or in a number of that name that the reward function reports.",
     )
     max_sampling_rounds: int = option(
         10,

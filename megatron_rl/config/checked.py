@@ -85,6 +85,8 @@ class CheckedConfig:
             read |= {f"{section}.{item.name}" for item in fields(declaring)}
         if refused & {self.titles.get(one, one) for one in read}:
             raise _Unknown
+        if section.startswith(f"{SOURCES}.") and not hasattr(owner, leaf):
+            return owner.own.get(leaf)
         return attrgetter(leaf)(owner)
 
     def supports(self, ability: str) -> bool:

@@ -265,13 +265,11 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
     yield not config.schedule.elastic, "schedule.silent_seconds", "schedule.elastic is False"
     yield config.layout.mode == "given", "layout.lengths", "layout.mode is 'given'"
     yield not config.data.validation_files, "trainer.test_freq", "data.validation_files is empty"
-    yield no_kl, "algorithm.kl_controller", "algorithm.kl_coef is 0"
+    yield no_kl, "algorithm.kl_target", "algorithm.kl_coef is 0"
     yield no_kl, "algorithm.kl_in", "algorithm.kl_coef is 0"
     mode = algorithm.importance_sampling
     why = f"algorithm.importance_sampling is {mode!r}"
     yield mode in ("none", "bypass"), "algorithm.importance_normalize", why
-    why = "algorithm.dynamic_sampling is False"
-    yield not algorithm.dynamic_sampling, "algorithm.dynamic_sampling_metric", why
     used, further, why = config.reward.models, config.reward_model.further, "reward.components does not use"
     yield components and "model" not in used, "reward_model.path", f"{why} 'model'"
     left = {name: given for name, given in further.items() if f"model:{name}" in used}

@@ -124,11 +124,13 @@ class FieldInfo:
         return None
 
 
-def list_fields(teachers: Iterable[str] = ("NAME",), sources: Iterable[str] = ("NAME",)) -> dict[str, FieldInfo]:
+def list_fields(teachers: Iterable[str] = ("NAME",), sources: Iterable[str] | None = None) -> dict[str, FieldInfo]:
     """Return every setting of every section by full name, in order.
 
     Args:
-        teachers, sources: names of teachers and of sources of prompts; by default NAME stands for them.
+        teachers: names of teachers; by default NAME stands for them.
+        sources: names of sources of prompts, whose settings include the run's that they may have for themselves; by
+            default NAME stands for them, with the settings that no other section has.
     """
     table: dict[str, FieldInfo] = {}
     for section, section_class in section_classes().items():
@@ -138,11 +140,16 @@ def list_fields(teachers: Iterable[str] = ("NAME",), sources: Iterable[str] = ("
                 found = {name: info for name, info in found.items() if name.rpartition(".")[2] not in NOT_OWN}
             if section == "data":
                 del found[SOURCES]
-                for name in sources:
+                for name in ("NAME",) if sources is None else sources:
                     from megatron_rl.config.source_settings import SourceConfig
 
                     found |= read_fields(SourceConfig, f"{SOURCES}.{name}")
+                    del found[f"{SOURCES}.{name}.own"]
             table |= found
+    for name in sources or ():
+        from megatron_rl.config.source_settings import read_own_fields
+
+        table |= read_own_fields(name, table)
     table.pop("algorithm.options")
     return table
 
@@ -304,6 +311,10 @@ def config_to_dict(cfg: RunConfig) -> dict[str, dict[str, Any]]:
     for role in (sections["critic"], sections["reward_model"], *sections["teachers"].values()):
         for leaf in NOT_OWN:
             role.pop(leaf, None)
+    for source in sections["data"]["sources"].values():
+        for name, value in source.pop("own").items():
+            section, _, leaf = name.rpartition(".")
+            (source.setdefault(section, {}) if section else source)[leaf] = value
     return _redact_all(sections)
 
 

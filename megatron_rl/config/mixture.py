@@ -18,7 +18,7 @@ from megatron_rl.config.feature_checks import check_agents, check_engine, check_
 from megatron_rl.config.fields import SOURCES, build_section
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections import LONGEST_PERIOD, MISSING, reduce_weights
-from megatron_rl.config.source_settings import SourceConfig, list_own
+from megatron_rl.config.source_settings import OWN, SourceConfig
 from megatron_rl.config.sources import Setting, read_mapping
 from megatron_rl.types import UserError
 
@@ -92,7 +92,11 @@ def add_sources(values: dict[str, Any], names: Sequence[str], places: Mapping[st
         values: by full name.
         places: of the given settings.
     """
-    sources = {name: build_section(SourceConfig, f"{SOURCES}.{name}", values) for name in names}
+    sources = dict[str, SourceConfig]()
+    for name in names:
+        given = {leaf: values.get(f"{SOURCES}.{name}.{leaf}") for leaf in OWN}
+        own = {leaf: value for leaf, value in given.items() if value is not None}
+        sources[name] = replace(build_section(SourceConfig, f"{SOURCES}.{name}", values), own=own)
     notes, values[SOURCES] = list[str](), sources
     for setting, leaf in (("data.train_files", "files"), ("data.validation_files", "validation_files")):
         files = list_files(sources, leaf)
@@ -104,11 +108,9 @@ def add_sources(values: dict[str, Any], names: Sequence[str], places: Mapping[st
 
 def _list_titles(config: RunConfig, name: str) -> dict[str, str]:
     """Return the settings of a source by the names that they have in its config."""
-    return {
-        f"{section}.{leaf}": f"{SOURCES}.{name}.{'reward.' if section == 'reward' else ''}{leaf}"
-        for section, leaves in list_own(config.data.sources[name], config).items()
-        for leaf in leaves
-    } | {"data.train_files": f"{SOURCES}.{name}.files"}
+    names = {OWN[leaf]: leaf for leaf in config.data.sources[name].own}
+    names |= {"data.train_files": "files", "data.validation_files": "validation_files"}
+    return {setting: f"{SOURCES}.{name}.{leaf}" for setting, leaf in names.items()}
 
 
 @contextmanager
@@ -154,7 +156,7 @@ def check_sources(config: CheckedConfig, *rules: Callable[[CheckedConfig], None]
             mine.apply(rule)
         for leaf in ("max_prompt_length", "max_response_length"):
             mine.apply(_check_length, f"data.{leaf}", config.get(f"data.{leaf}"))
-        mine.apply(_check_models, bool(list_own(sources[name], run)["reward"]))
+        mine.apply(_check_models, any(leaf.startswith("reward.") for leaf in sources[name].own))
 
 
 def _check_period(config: CheckedConfig) -> None:

@@ -54,7 +54,7 @@ def check_options(name: str, options: type, place: str) -> None:
 
 
 def build_options(used: Collection[str], values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """Build the options that are used or given, name -> instance of its options dataclass.
+    """Build the options that are used or not the defaults, name -> instance of its options dataclass.
 
     Args:
         used: names of the configured estimator, loss and aggregation.
@@ -69,7 +69,8 @@ def build_options(used: Collection[str], values: Mapping[str, Any], sources: Map
         given = {key: values[key] for key in read_fields(options, f"{PREFIX}.{name}") if key in values}
         try:
             if given or name in used:
-                built[name] = options(**{key.rpartition(".")[2]: value for key, value in given.items()})
+                made = options(**{key.rpartition(".")[2]: value for key, value in given.items()})
+                built |= {name: made} if name in used or made != options() else {}
         except UserError:
             raise
         except Exception as error:

@@ -92,9 +92,7 @@ class LayoutConfig:
         None, "Ranks that share each matrix of an expert (ETP), 1 or TP; default: TP.", "ranks", ge=1
     )
     sequence_parallel: bool = option(False, "Megatron's TP sequence parallelism of norms and residuals.")
-    max_tokens_per_microbatch: int = option(
-        4096, "Token budget of one forward/backward on one DP rank.", "tokens", ge=1
-    )
+    max_tokens_per_microbatch: int = option(4096, "Token budget of a forward/backward on a DP rank.", "tokens", ge=1)
     logprob_chunk_tokens: int | None = option(
         None, "Tokens whose logits exist at once; default: 512, on GPUs up to 8192 by their memory.", "tokens", ge=1
     )
@@ -118,7 +116,7 @@ class TrainedConfig(LayoutConfig):
         "none", "Recomputation: none, core attention only, whole layers, or these with inputs on the host (offload)."
     )
     optimizer: Literal["adam", "muon"] = option(
-        "adam", "AdamW, or Muon for the matrices of the layers and AdamW for the rest."
+        "adam", "AdamW, or Muon for the layers' matrices and AdamW for the rest."
     )
     lr: float = option(1e-6, "Peak learning rate.", ge=0)
     min_lr: float = option(0.0, "Final learning rate of the decay.", ge=0)
@@ -212,9 +210,7 @@ class RolloutConfig(SamplingSettings):
         "for every family), or a server: vllm_server, sglang, openai.",
     )
     server: ServerConfig = ServerConfig()
-    tensor_model_parallel_size: int = option(
-        1, "Ranks per engine or part (engine megatron: leave it out).", "ranks", ge=1
-    )
+    tensor_model_parallel_size: int = option(1, "Ranks per engine or part (not with engine megatron).", "ranks", ge=1)
     expert_parallel_size: int = option(1, "vLLM: 1, or all ranks of an engine, each with whole experts.", "ranks", ge=1)
     data_parallel_size: int = option(1, "vLLM: parts of an engine, which share only its experts.", "parts", ge=1)
     n: int = option(8, "Responses per prompt (group size).", "responses", ge=1)
@@ -274,9 +270,7 @@ class ReferenceConfig:
     max_tokens_per_microbatch: int | None = option(
         None, "Token budget of its forward passes on one DP rank; default: the actor's.", "tokens", ge=1
     )
-    reset_every: int | None = option(
-        None, "Interval at which the policy becomes the reference (ProRL); null: never.", "steps", ge=1
-    )
+    reset_every: int | None = option(None, "Interval of copying the policy to it (ProRL); null: never.", "steps", ge=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,9 +280,7 @@ class TeacherConfig(LayoutConfig):
     path: str = option(MISSING, "Directory of the teacher in HF format; its tokenizer has the policy's tokens.")
     offload: bool = option(False, "Keep its weights on the host except while it scores.")
     weight: float = option(1.0, "Its share among several teachers of a response.", gt=0, hint="leave it out")
-    values: list[str] = option(
-        [], "Values of the column algorithm.distillation.choose_by that choose it; default: its name."
-    )
+    values: list[str] = option([], "Values of algorithm.distillation.choose_by that choose it; default: its name.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,9 +314,7 @@ class RewardConfig:
     )
     service_batch_size: int = option(64, "Responses per request.", "responses", ge=1)
     service_concurrency: int = option(4, "Requests of one rank at a time.", "requests", ge=1)
-    service_retries: int = option(
-        4, "Further attempts after a failed request, with exponential backoff.", "attempts", ge=0
-    )
+    service_retries: int = option(4, "Attempts after a failed request, with exponential backoff.", "attempts", ge=0)
     service_on_failure: Literal["stop", "fallback"] = option(
         "stop",
         "When all attempts failed: end the run, or continue without learning from the response, whose reward is "

@@ -74,9 +74,7 @@ class ServerConfig:
     on_update: str | None = option(
         None, "Engine openai: URL to post to, or command, that makes the server load new weights from {directory}."
     )
-    python: str | None = option(
-        None, "Interpreter of the servers; default: this one (sglang has an environment of its own)."
-    )
+    python: str | None = option(None, "Interpreter of the servers; default: this one. sglang needs its own.")
     restarts: int = option(3, "Failures of a server in a row that end the run.", ge=0)
     silent_seconds: float = option(
         600.0, "A server that says nothing for so long, or takes longer to start, has failed.", "seconds", gt=0
@@ -132,7 +130,7 @@ class SandboxConfig:
     """Where an episode's commands run: one sandbox an episode, with limits (docs/agents.md#sandboxes)."""
 
     kind: str | None = option(
-        None, "local (namespaces of this machine), docker, podman, or the URL of a service; null: none."
+        None, "local (namespaces of this machine), docker, podman, or a service's URL; null: none."
     )
     image: str | None = option(None, "Image of the containers, with sh and timeout.")
     seconds: float = option(30.0, "Limit of a command.", "seconds", gt=0)
@@ -203,9 +201,7 @@ class CheckpointConfig:
         "never: begin a new run; or a checkpoint directory to start from.",
     )
     save_optimizer: bool = option(True, "Save all that resuming needs; false: weights only.")
-    save_huggingface: bool = option(
-        True, "Also write the policy in HF format into step_<N>/huggingface (not on a signal)."
-    )
+    save_huggingface: bool = option(True, "Also write the policy in HF format, step_<N>/huggingface (not on a signal).")
     async_save: bool = option(True, "Write in the background while training continues (one copy in host memory).")
     save_every_minutes: float | None = option(
         30.0,
@@ -213,9 +209,7 @@ class CheckpointConfig:
         "minutes",
         gt=0,
     )
-    keep_last: int | None = option(
-        None, "Keep the newest N checkpoints, delete older ones; null: all.", "checkpoints", ge=1
-    )
+    keep_last: int | None = option(None, "Keep the newest N checkpoints alone; null: all.", "checkpoints", ge=1)
     allow_changes: list[
         Literal["model", "critic", "reference", "reward_model", "teachers", "train_files", "reward", "plugins"]
     ] = option([], "Inputs that may differ on resuming; an error there says which name it takes.")
@@ -296,9 +290,7 @@ class ObservabilityConfig:
     explain: bool = option(
         False, "Print at the start how sizes follow from each other and which kernels are in use. Short: --explain."
     )
-    health: HealthConfig = option(
-        HealthConfig(), "Window and limits of the alarms (docs/health.md); null: no such alarm."
-    )
+    health: HealthConfig = option(HealthConfig(), "Window and limits of alarms (docs/health.md); null: no alarm.")
 
 
 LONGEST_PERIOD = 100_000  # prompts after which a mixture of files repeats
@@ -343,9 +335,7 @@ class DataConfig:
         [], "JSONL or parquet; a set has its file's name (gsm8k/test.parquet: test, or gsm8k-test beside another test)."
     )
     train_batch_size: int = option(MISSING, "Prompts per rollout batch (one step of the main loop).", "prompts", ge=1)
-    validation_limit: int | None = option(
-        None, "Use only the first N validation prompts; default: all.", "prompts", ge=1
-    )
+    validation_limit: int | None = option(None, "Use the first N validation prompts; default: all.", "prompts", ge=1)
     max_prompt_length: int = option(1024, "Longest prompt.", "tokens", ge=1)
     max_response_length: int = option(1024, "Longest response.", "tokens", ge=1)
     overlong_prompts: Literal["error", "truncate", "truncate_right", "truncate_middle", "drop"] = option(
@@ -354,7 +344,7 @@ class DataConfig:
         " both (truncate_middle), or drop. Chats lose messages, never the template.",
     )
     system_prompt: str | None = option(
-        None, "System message of chats that have none; plain text prompts are refused with it."
+        None, "System message of chats without one; plain text prompts are refused with it."
     )
     apply_chat_template_kwargs: dict[str, Any] = option(
         {}, "Options of the chat template, such as enable_thinking; a row's column chat_template_kwargs overrides them."
@@ -445,20 +435,14 @@ class SamplingSettings:
         "tokens",
         ge=1,
     )
-    stop: list[str] = option(
-        [], "Texts that end a response: the tokens that complete one stay, rewards read the text before it."
-    )
-    stop_token_ids: list[int] = option(
-        [], "Tokens that end a response, besides the tokenizer's EOS and generation_config.json's."
-    )
+    stop: list[str] = option([], "Texts that end a response; their tokens stay, and rewards read the text before.")
+    stop_token_ids: list[int] = option([], "Tokens that end a response besides tokenizer and generation_config.json.")
     validation_temperature: float = option(0.0, "Temperature of validation responses (0: greedy).", ge=0)
     validation_top_p: float = option(
         1.0, "top_p of validation responses.", gt=0, le=1, wrong="is no probability", hint="1.0 switches it off"
     )
     validation_top_k: int = option(-1, "top_k of validation responses.", "tokens")
-    validation_n: int = option(
-        1, "Responses per validation prompt; 2 or more: mean@k, pass@k, maj@k.", "responses", ge=1
-    )
+    validation_n: int = option(1, "Responses per validation prompt; from 2: mean@k, pass@k, maj@k.", "responses", ge=1)
     validation_sets: dict[str, Any] = option(
         {}, "Exceptions by set: its name -> any of n, temperature, top_p, top_k, thinking_budget."
     )
@@ -507,9 +491,7 @@ class HybridConfig:
 class AutoLayoutConfig:
     """Choice of the layouts; `layout: auto` is short for `layout: {mode: auto}` (docs/planning.md)."""
 
-    mode: Literal["given", "auto"] = option(
-        "given", "given: as the sections say; auto: the planner's fastest layout that fits."
-    )
+    mode: Literal["given", "auto"] = option("given", "given: by the sections; auto: the planner's fastest that fits.")
     lengths: str | None = option(
         None,
         "mode auto: lengths of responses, as tools/plan.py --lengths, by which schedule and placement are chosen, "

@@ -217,6 +217,8 @@ def _take_value(name: str, rest: deque[str], fields: Mapping[str, FieldInfo], al
     ours = name if name in fields else aliases().alias_targets().get(name)
     if ours in fields and fields[ours].kind is bool:
         return rest.popleft() if following.lower() in _BOOLEAN_WORDS else "true"
+    if ours in fields and fields[ours].kind == bool | str and following.startswith("--"):
+        return "true"
     if following.startswith("--"):
         raise UserError(f"--{name} has no value", source="command line", expected=_SYNTAX, hint=f"write {name}=VALUE")
     return rest.popleft()

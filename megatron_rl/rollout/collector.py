@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -307,7 +307,7 @@ class Collector:
         """Collect `train_batch_size` scored groups; collective.
 
         With `algorithm.dynamic_sampling`, prompts are drawn until `train_batch_size` groups have responses that differ
-        in `dynamic_sampling_metric` (DAPO, arXiv 2503.14476, section 3.2): in full rounds, dropping surplus groups, or,
+        in reward (DAPO, arXiv 2503.14476, section 3.2): in full rounds, dropping surplus groups, or,
         if samples begin ahead of their step, exactly the missing number. After `max_sampling_rounds` batches of
         prompts, groups without a signal fill the batch, so that its size is constant.
         """
@@ -320,8 +320,7 @@ class Collector:
         while sum(informative) < wanted and len(informative) < most:
             missing = min(wanted - sum(informative), most - len(informative))
             part = self._draw(step, len(parts), missing)
-            metric = algorithm.dynamic_sampling_metric
-            informative += find_informative(part.headers, metric) if resamples else [True] * len(part.prompts)
+            informative += find_informative(part.headers, resamples) if resamples else [True] * len(part.prompts)
             parts.append(part)
             if curriculum is not None:
                 is_passed = correctness_of(part.headers.rollouts) >= CORRECT_FROM
@@ -525,13 +524,13 @@ def is_bad_step(episodes: np.ndarray, services: np.ndarray, most: float) -> bool
     return bool(max(episodes.mean(), services.mean()) > most or (most < 1 and (episodes | services).all()))
 
 
-def find_informative(headers: Headers, metric: str | None) -> list[bool]:
-    """Return for each group whether its responses differ in `algorithm.dynamic_sampling_metric`.
+def find_informative(headers: Headers, metric: str | Literal[True]) -> list[bool]:
+    """Return for each group whether its responses differ in the number that `algorithm.dynamic_sampling` names.
 
     Rollouts without a reward (failed episode or reward service) are ignored.
 
     Args:
-        metric: `None` excludes the overlong penalty, because all-wrong responses of different lengths would differ in
+        metric: true excludes the overlong penalty, because all-wrong responses of different lengths would differ in
             it; "reward" includes it; otherwise a reported number, where "acc" defaults to the reward, as in verl.
 
     Raises:
@@ -539,14 +538,14 @@ def find_informative(headers: Headers, metric: str | None) -> list[bool]:
     """
     rollouts = headers.rollouts
     values = rollouts["reward"] if metric == "reward" else correctness_of(rollouts)
-    reported = np.full(len(rollouts), np.nan) if metric is None else rollouts.component(metric)
+    reported = np.full(len(rollouts), np.nan) if metric is True else rollouts.component(metric)
     is_missing = np.isnan(reported) & rollouts.has_reward
-    if metric not in (None, "reward", "acc") and is_missing.any():
+    if metric not in (True, "reward", "acc") and is_missing.any():
         known = sorted({"reward", *rollouts.reported(int(is_missing.argmax()))} - {OVERLONG})
         raise UserError(
-            f'algorithm.dynamic_sampling_metric = "{metric}" is not reported by the reward',
-            source="algorithm.dynamic_sampling_metric",
-            expected=f"null, or one of {', '.join(known)}",
+            f'algorithm.dynamic_sampling = "{metric}" is not reported by the reward',
+            source="algorithm.dynamic_sampling",
+            expected=f"true, or one of {', '.join(known)}",
             hint="a reward function that returns a dict reports all numbers of it",
         )
     judged = np.where(is_missing, values, reported)

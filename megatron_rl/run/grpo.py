@@ -283,8 +283,8 @@ class Trainer:
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
         self.teachers = made.teachers
         self.kl: AdaptiveKL | None = None
-        if (algorithm := config.algorithm).kl_controller == "adaptive":
-            self.kl = AdaptiveKL(algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
+        if (target := config.algorithm.kl_target) is not None:
+            self.kl = AdaptiveKL(config.algorithm.kl_coef, target, config.algorithm.kl_horizon)
         self.silence: SilentSteps | None = None
         if trainer.max_silent_steps is not None:
             from megatron_rl.rollout.bad_steps import SilentSteps

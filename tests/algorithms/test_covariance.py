@@ -6,6 +6,7 @@ The surrogate itself is PPO's (test_policy_losses.py). Not covered: how random t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -17,18 +18,19 @@ from distributed import run_ranks
 from megatron_rl.algorithms.catalog import POLICY_LOSSES
 from megatron_rl.algorithms.losses import PolicyLossInputs
 from megatron_rl.algorithms.policy_losses import choose_tokens
+from megatron_rl.config.algorithm import ClipCovOptions, KlCovOptions
 from megatron_rl.config.schema import AlgorithmConfig
 
 LENGTHS = [5, 9, 1, 7, 4, 12]
 PROMPT_LENGTH, MASKED = 2, 3  # the response of rollout 3 is masked as a whole
 SHARES = {1: [[0, 1, 2, 3, 4, 5]], 2: [[5, 0], [4, 3, 2, 1]], 3: [[1, 5, 2, 4, 0], [3], []]}
 CONFIGS = {
-    "kl_cov": AlgorithmConfig(policy_loss="kl_cov", cov_ratio=0.25),
-    "kl_cov, one": AlgorithmConfig(policy_loss="kl_cov", cov_ratio=1e-6),
-    "kl_cov, all": AlgorithmConfig(policy_loss="kl_cov", cov_ratio=1.0),
-    "clip_cov": AlgorithmConfig(policy_loss="clip_cov", cov_ratio=0.1, clip_cov_low=0.1, clip_cov_high=2.0),
-    "clip_cov, all": AlgorithmConfig(policy_loss="clip_cov", cov_ratio=1.0, clip_cov_low=0.1, clip_cov_high=2.0),
-    "clip_cov, none": AlgorithmConfig(policy_loss="clip_cov", clip_cov_low=50.0, clip_cov_high=60.0),
+    "kl_cov": AlgorithmConfig(policy_loss="kl_cov", options={"kl_cov": KlCovOptions(0.25)}),
+    "kl_cov, one": AlgorithmConfig(policy_loss="kl_cov", options={"kl_cov": KlCovOptions(1e-6)}),
+    "kl_cov, all": AlgorithmConfig(policy_loss="kl_cov", options={"kl_cov": KlCovOptions(1.0)}),
+    "clip_cov": AlgorithmConfig(policy_loss="clip_cov", options={"clip_cov": ClipCovOptions(0.1, 0.1, 2.0)}),
+    "clip_cov, all": AlgorithmConfig(policy_loss="clip_cov", options={"clip_cov": ClipCovOptions(1.0, 0.1, 2.0)}),
+    "clip_cov, none": AlgorithmConfig(policy_loss="clip_cov", options={"clip_cov": ClipCovOptions(0.1, 50.0, 60.0)}),
 }
 
 
@@ -114,7 +116,8 @@ def test_chosen_tokens_by_hand() -> None:
     for name in ("clip_cov", "kl_cov"):
         logprobs = (old + np.log(2.0)).requires_grad_()
         inputs = PolicyLossInputs(logprobs, old, advantages, torch.ones(3).bool(), torch.zeros(3).long(), chosen)
-        loss, is_clipped = POLICY_LOSSES[name](inputs, AlgorithmConfig(kl_cov_coef=0.5, dual_clip=1.1))
+        inputs = replace(inputs, options=KlCovOptions(coef=0.5))
+        loss, is_clipped = POLICY_LOSSES[name](inputs, AlgorithmConfig(dual_clip=1.1))
         loss.sum().backward()
         found[name] = loss.tolist(), is_clipped.tolist(), logprobs.grad.tolist()
     assert found["clip_cov"] == ([-1.2, -1.2, 0.0], [True, True, True], [0.0, 0.0, 0.0])

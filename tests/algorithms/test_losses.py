@@ -19,7 +19,7 @@ from megatron_rl.algorithms.losses import (
     compute_policy_loss,
     register_policy_loss,
 )
-from megatron_rl.config.algorithm import AlgorithmConfig, DroOptions
+from megatron_rl.config.algorithm import AlgorithmConfig, DroOptions, SapoOptions
 from megatron_rl.training.given_losses import compute_sft_loss
 from megatron_rl.types import UserError
 
@@ -112,7 +112,7 @@ def token_loss_by_loop(tokens: Tokens, t: int, config: AlgorithmConfig) -> tuple
         return -min(max(ratio, low), high) * advantage * logprob, not low <= ratio <= high
     ratio = (logprob - old).exp()
     if config.policy_loss == "sapo":
-        tau = config.sapo_tau_pos if advantage > 0 else config.sapo_tau_neg
+        tau = config.options["sapo"].tau_pos if advantage > 0 else config.options["sapo"].tau_neg
         return -advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp()), False
     if config.policy_loss.startswith("dppo"):
         p, q = math.exp(logprob.item()), math.exp(old.item())
@@ -192,7 +192,7 @@ CONFIGS = {
     "cispo": AlgorithmConfig(policy_loss="cispo", clip_eps_low=0.9),
     "cispo, all": AlgorithmConfig(policy_loss="cispo", kl_coef=0.7, entropy_coef=0.1),
     "geo_mean": AlgorithmConfig(policy_loss="geo_mean", clip_eps_low=0.4, clip_eps_high=0.3, kl_coef=0.1),
-    "sapo": AlgorithmConfig(policy_loss="sapo", sapo_tau_pos=0.8, sapo_tau_neg=2.0, entropy_coef=0.1),
+    "sapo": AlgorithmConfig(policy_loss="sapo", options={"sapo": SapoOptions(0.8, 2.0)}, entropy_coef=0.1),
     "dppo_tv": AlgorithmConfig(policy_loss="dppo_tv", clip_eps_low=0.01, clip_eps_high=0.03, dual_clip=2.0),
     "dppo_kl": AlgorithmConfig(policy_loss="dppo_kl", clip_eps_low=0.01, clip_eps_high=0.02),
     "dro": AlgorithmConfig(policy_loss="dro", options={"dro": DroOptions(0.7)}, kl_coef=0.1, entropy_coef=0.1),

@@ -24,7 +24,7 @@ def make_config(*overrides: str) -> RunConfig:
     [
         [],
         ["actor.ppo_mini_batch_size=8", "actor.ppo_epochs=3"],
-        ["algorithm.kl_coef=0.1", "algorithm.kl_controller=adaptive"],
+        ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.1"],
         ["algorithm.adv_estimator=gae", "algorithm.kl_coef=0.1"],
         ["algorithm.importance_sampling=sequence-mask", "algorithm.reject_sequence_above=1.0"],
         ["algorithm.importance_sampling=bypass", "algorithm.importance_normalize=true"],

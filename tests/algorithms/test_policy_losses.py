@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.algorithms.catalog import POLICY_LOSSES
 from megatron_rl.algorithms.losses import PolicyLossInputs, find_options
-from megatron_rl.config.algorithm import AlgorithmConfig, DroOptions
+from megatron_rl.config.algorithm import AlgorithmConfig, DroOptions, SapoOptions
 
 OLD = -1.0
 
@@ -21,7 +21,7 @@ def evaluate(
     advantages: list[float],
     ids: list[int] | None = None,
     dtype: torch.dtype = torch.float64,
-    options: DroOptions | None = None,
+    options: DroOptions | SapoOptions | None = None,
     **settings: float,
 ) -> tuple[list[float], list[bool], list[float]]:
     """Token losses, whether clipped, and d(sum of token losses) / d logprobs of unmasked tokens."""
@@ -183,7 +183,7 @@ def test_geo_mean_clips_each_token_before_the_mean() -> None:
 
 def test_sapo_gates_smoothly() -> None:
     """f(r) = 4 / tau sigmoid(tau (r - 1)) is 2 / tau at r = 1, with slope 1; tau of 2 for A > 0, 1 else."""
-    loss, is_clipped, gradient = evaluate("sapo", [1.0, 1.0, 2.0], [3.0, -3.0, 1.0], sapo_tau_pos=2.0, sapo_tau_neg=1.0)
+    loss, is_clipped, gradient = evaluate("sapo", [1.0, 1.0, 2.0], [3.0, -3.0, 1.0], options=SapoOptions(2.0, 1.0))
     sigmoid = 1 / (1 + math.exp(-2))
     assert loss == pytest.approx([-3.0, 6.0, -2 * sigmoid]) and not any(is_clipped)
     assert gradient == pytest.approx([-3.0, 3.0, -2.0 * 4 * sigmoid * (1 - sigmoid)])

@@ -54,7 +54,7 @@ PPO = [
     "actor.step_mode=static",
     "actor.ppo_mini_batch_size=8",
     "actor.ppo_epochs=2",
-    "algorithm.kl_controller=adaptive",
+    "algorithm.kl_target=0.1",
     "algorithm.importance_sampling=token-truncate",
     "rollout.top_k=4",
 ]

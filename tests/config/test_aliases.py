@@ -14,7 +14,7 @@ from megatron_rl.compat.name_groups import GROUPS
 from megatron_rl.compat.name_tables import ALIASES, PATTERNS
 from megatron_rl.compat.verl_defaults import DEFAULTS
 from megatron_rl.config.algorithm import DroOptions, GdpoOptions
-from megatron_rl.config.checked import Mistakes
+from megatron_rl.config.checked import CheckedConfig, Mistakes
 from megatron_rl.config.fields import list_fields, list_options
 from megatron_rl.config.sources import Setting, read_recipe
 from megatron_rl.run.inputs import plan_rl
@@ -79,8 +79,7 @@ def load(*overrides: str) -> LoadedConfig:
 
 
 def value_of(loaded: LoadedConfig, name: str) -> Any:
-    section, _, leaf = name.partition(".")
-    return getattr(getattr(loaded.config, section), leaf)
+    return CheckedConfig(loaded.config).get(name)
 
 
 def test_a_verl_recipe_reads(tmp_path: Path) -> None:
@@ -501,9 +500,9 @@ def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
         (f"{ACTOR}.policy_loss.loss_mode=vanilla", "algorithm.dual_clip", 3.0),
         (f"{ACTOR}.policy_loss.loss_mode=dppo_tv", "algorithm.dual_clip", 3.0),
         (f"{ACTOR}.policy_loss.loss_mode=kl_cov", "algorithm.dual_clip", None),
-        (f"{ACTOR}.policy_loss.clip_cov_ub=9", "algorithm.clip_cov_high", 9.0),
-        (f"{ACTOR}.policy_loss.ppo_kl_coef=1", "algorithm.kl_cov_coef", 1.0),
-        (f"{ACTOR}.tau_neg=2", "algorithm.sapo_tau_neg", 2.0),
+        (f"{ACTOR}.policy_loss.clip_cov_ub=9", "algorithm.options.clip_cov.high", 9.0),
+        (f"{ACTOR}.policy_loss.ppo_kl_coef=1", "algorithm.options.kl_cov.coef", 1.0),
+        (f"{ACTOR}.tau_neg=2", "algorithm.options.sapo.tau_neg", 2.0),
         (f"{ACTOR}.kl_loss_type=abs", "algorithm.kl_type", "abs"),
         ("algorithm.adv_estimator=optimal_token_baseline", "algorithm.adv_estimator", "optimal_token_baseline"),
         ("algorithm.rollout_correction.rollout_is=sequence", "algorithm.importance_sampling", "product-truncate"),
@@ -578,7 +577,7 @@ def test_kl_in_the_reward_takes_the_controller() -> None:
     )
     algorithm = loaded.config.algorithm
     assert (algorithm.kl_in, algorithm.kl_coef, algorithm.kl_type) == ("reward", 0.2, "k3")
-    assert (algorithm.kl_controller, algorithm.kl_target, algorithm.kl_horizon) == ("adaptive", 0.3, 500.0)
+    assert (algorithm.kl_target, algorithm.kl_horizon) == (0.3, 500.0)
     assert algorithm.kl_target_per == "token"
     assert [note.split("=")[0] for note in loaded.notes] == [f"ignored: {ACTOR}.kl_loss_coef"]
 
@@ -603,7 +602,11 @@ def test_the_target_of_the_kl_has_the_unit_of_who_names_it() -> None:
     """verl's is per token, also if only its controller is switched on; the native name counts responses."""
     ours = ["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.kl_controller=adaptive"]
     theirs = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"]
-    assert load(*ours, "algorithm.kl_target=0.2").config.algorithm.kl_target_per == "response"
+    algorithm = load(*ours, "algorithm.kl_target=0.2").config.algorithm
+    assert (algorithm.kl_target_per, algorithm.kl_target) == ("response", 0.2)
+    assert load(*ours).config.algorithm.kl_target == 0.1
+    fixed = load(*ours[:2], "algorithm.kl_controller=fixed", "algorithm.kl_target=0.1")
+    assert fixed.config.algorithm.kl_target is None and fixed.notes == []
     algorithm = load(*theirs).config.algorithm
     assert (algorithm.kl_target_per, algorithm.kl_target) == ("token", 0.1)
     assert load(*theirs, "algorithm.kl_target_per=response").config.algorithm.kl_target_per == "response"
@@ -685,17 +688,11 @@ def test_settings_of_dro_and_gdpo() -> None:
 @pytest.mark.parametrize(
     ("switch", "setting", "name", "expected"),
     [
-        ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", "dynamic_sampling_metric", "acc"),
-        (
-            "algorithm.filter_groups.enable=true",
-            "algorithm.filter_groups.metric=score",
-            "dynamic_sampling_metric",
-            None,
-        ),
+        ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", "dynamic_sampling", "acc"),
         (
             "algorithm.filter_groups.enable=true",
             "algorithm.filter_groups.metric=seq_reward",
-            "dynamic_sampling_metric",
+            "dynamic_sampling",
             "reward",
         ),
         (
@@ -714,13 +711,30 @@ def test_settings_that_need_a_switch(switch: str, setting: str, name: str, expec
     assert not getattr(loaded.config.algorithm, name) and len(loaded.notes) == bool(expected)
 
 
+def test_the_metric_of_dynamic_sampling_is_its_value() -> None:
+    for names in (
+        ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score"),
+        ("algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_metric=null"),
+        ("--algorithm.dynamic_sampling", "--trainer.seed=1"),
+    ):
+        assert load(*names).config.algorithm.dynamic_sampling is True
+    earlier = load("algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_metric=acc")
+    assert earlier.config.algorithm.dynamic_sampling == "acc" and earlier.notes == []
+    assert load("algorithm.dynamic_sampling=acc").config.algorithm.dynamic_sampling == "acc"
+    for idle in (["algorithm.dynamic_sampling=false"], []):
+        loaded = load(*idle, "algorithm.dynamic_sampling_metric=acc")
+        assert loaded.config.algorithm.dynamic_sampling is False
+
+
 def test_the_share_of_tokens_belongs_to_its_loss() -> None:
     both = [f"{ACTOR}.policy_loss.clip_cov_ratio=0.1", f"{ACTOR}.policy_loss.kl_cov_ratio=0.2"]
-    for mode, expected, other in (("clip_cov", 0.1, "kl_cov"), ("kl_cov", 0.2, "clip_cov")):
+    for mode, expected in (("clip_cov", 0.1), ("kl_cov", 0.2)):
         loaded = load(f"{ACTOR}.policy_loss.loss_mode={mode}", *both)
-        assert (loaded.config.algorithm.policy_loss, loaded.config.algorithm.cov_ratio) == (mode, expected)
-        (note,) = loaded.notes
-        assert note.startswith(f"ignored: {ACTOR}.policy_loss.{other}_ratio=")
+        assert (loaded.config.algorithm.policy_loss, loaded.config.algorithm.options[mode].ratio) == (mode, expected)
+        earlier = load(f"algorithm.policy_loss={mode}", "algorithm.cov_ratio=0.3", "algorithm.sapo_tau_pos=1")
+        assert {name: one.ratio for name, one in earlier.config.algorithm.options.items()} == {mode: 0.3}
+    assert load("algorithm.cov_ratio=0.0002", "algorithm.clip_cov_low=1").notes == []
+    assert load("algorithm.cov_ratio=0.3").notes[0].startswith("ignored: algorithm.cov_ratio=0.3")
 
 
 def test_budget_in_tokens_counts_with_dynamic_batches_only() -> None:

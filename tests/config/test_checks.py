@@ -32,7 +32,7 @@ def test_defaults_pass() -> None:
         (["actor.sequence_parallel=true"], "actor.sequence_parallel", False),
         (["reward_model.sequence_parallel=true"], "reward_model.sequence_parallel", False),
         ([f"{VPP}=2"], VPP, None),
-        (["algorithm.kl_controller=adaptive"], "algorithm.kl_controller", "fixed"),
+        (["algorithm.kl_target=0.1"], "algorithm.kl_target", None),
         (["algorithm.kl_in=reward"], "algorithm.kl_in", "loss"),
         (["reward_model.path=judge", "reward.components=[1.0 math]"], "reward_model.path", None),
         (["reward_model.further.a.path=judge", "reward.components=[1.0 math]"], "reward_model.further", {}),

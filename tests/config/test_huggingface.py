@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl.compat.kinds import Renamed
 from megatron_rl.compat.trl import ALIASES, GROUPS
-from megatron_rl.config.fields import list_fields
+from megatron_rl.config.fields import list_fields, list_options
 from megatron_rl.run.loading import LoadedConfig, load_config
 from megatron_rl.types import UserError
 
@@ -35,7 +35,9 @@ def value_of(loaded: LoadedConfig, name: str) -> Any:
 
 
 def test_every_target_is_a_setting_and_no_name_is_ours() -> None:
-    assert {alias.target for alias in ALIASES.values() if isinstance(alias, Renamed)} <= set(list_fields())
+    assert {alias.target for alias in ALIASES.values() if isinstance(alias, Renamed)} <= set(
+        list_fields() | list_options()
+    )
     assert not set(ALIASES) & set(list_fields())
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,26 +31,26 @@ def make_group(rewards: list[float], failed: tuple[int, ...] = (), **components:
 @pytest.mark.parametrize(
     ("group", "metric", "expected"),
     [
-        (make_group([0.0, 1.0]), None, True),
-        (make_group([1.0, 1.0]), None, False),
-        (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), None, False),  # both wrong, one longer than the other
+        (make_group([0.0, 1.0]), True, True),
+        (make_group([1.0, 1.0]), True, False),
+        (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), True, False),  # both wrong, one longer than the other
         (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), "reward", True),
-        (make_group([0.5, 0.5], overlong=[-0.5, 0.0]), None, True),  # right and too long, against half right
+        (make_group([0.5, 0.5], overlong=[-0.5, 0.0]), True, True),  # right and too long, against half right
         (make_group([0.1, 0.9], acc=[1.0, 1.0]), "acc", False),
         (make_group([0.5, 0.5], acc=[1.0, 0.0]), "acc", True),
         (make_group([0.0, 1.0]), "acc", True),  # a reward without one is its own accuracy
         (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), "acc", False),
-        (make_group([1.0, 1.0, 1.0, 0.0], failed=(3,)), None, False),  # 0 is not the last one's reward
+        (make_group([1.0, 1.0, 1.0, 0.0], failed=(3,)), True, False),  # 0 is not the last one's reward
         (make_group([1.0, 1.0, 1.0, 0.0], failed=(3,)), "reward", False),
-        (make_group([1.0, 0.5, 1.0, 0.0], failed=(3,)), None, True),
-        (make_group([1.0, 0.0], failed=(1,)), None, False),
-        (make_group([0.0, 0.0], failed=(0, 1)), None, False),
+        (make_group([1.0, 0.5, 1.0, 0.0], failed=(3,)), True, True),
+        (make_group([1.0, 0.0], failed=(1,)), True, False),
+        (make_group([0.0, 0.0], failed=(0, 1)), True, False),
         (make_group([0.5, 0.5, 0.0], failed=(2,), accuracy=[1.0, 0.0, 0.0]), "accuracy", True),
         (make_group([0.5, 0.2, 0.0], failed=(2,), accuracy=[1.0, 1.0, 0.0]), "accuracy", False),
-        (make_group([0.0, 0.25], service_failures=[1.0, 0.0]), None, False),
+        (make_group([0.0, 0.25], service_failures=[1.0, 0.0]), True, False),
     ],
 )
-def test_groups_that_teach_something(group: Headers, metric: str | None, expected: bool) -> None:
+def test_groups_that_teach_something(group: Headers, metric: Any, expected: bool) -> None:
     assert find_informative(group, metric) == [expected]
 
 
@@ -71,10 +72,10 @@ def test_steps_of_which_too_much_has_failed(
 
 
 def test_a_metric_that_the_reward_does_not_report_is_refused() -> None:
-    with pytest.raises(UserError, match=r'"accuracy" is not reported(.|\n)*null, or one of acc, reward'):
+    with pytest.raises(UserError, match=r'"accuracy" is not reported(.|\n)*true, or one of acc, reward'):
         find_informative(make_group([0.0, 1.0], acc=[0.0, 1.0], overlong=[0.0, 0.0]), "accuracy")
 
 
 def test_every_group_is_judged_by_itself() -> None:
     groups = [make_group([0.0, 1.0]), make_group([1.0, 1.0]), make_group([0.5, 0.25])]
-    assert find_informative(join_headers(groups), None) == [True, False, True]
+    assert find_informative(join_headers(groups), True) == [True, False, True]

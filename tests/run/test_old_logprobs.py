@@ -33,7 +33,7 @@ COMMON = [
     "algorithm.importance_sampling=sequence-truncate",
     "algorithm.importance_high=1.0",
     "algorithm.reject_sequence_above=0.5",
-    "algorithm.kl_controller=adaptive",
+    "algorithm.kl_target=0.1",
     "algorithm.entropy_coef=0.01",
 ]
 RUNS = {

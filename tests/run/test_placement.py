@@ -36,7 +36,6 @@ PPO = [
     "algorithm.adv_estimator=gae",
     "algorithm.gae_lambda=0.95",
     "algorithm.kl_in=reward",
-    "algorithm.kl_controller=adaptive",
     "algorithm.kl_target=0.01",
     "algorithm.kl_horizon=64",
     "hybrid.verify=full",

@@ -40,7 +40,6 @@ SETTINGS = [
     "trainer.test_freq=2",
     "algorithm.dynamic_sampling=true",
     "algorithm.max_sampling_rounds=2",
-    "algorithm.kl_controller=adaptive",
     "algorithm.kl_target=0.001",
     "algorithm.kl_horizon=64",
     "trainer.best_metric=validation/validation/accuracy",
