@@ -200,11 +200,12 @@ def list_rungs(work: Path, ranks: int, is_rehearsal: bool, trl_python: str | Non
 _REHEARSED = ("launch/recipes/qwen2.5_0.5b_gsm8k.yaml", "--nodes", "1", "--gpus-per-node", "1")
 _WITHOUT_AUTOTUNE = "rollout.engine_options={enable_flashinfer_autotune: false}"
 _SUMS = "rollout.engine_options={compilation_config: {pass_config: {fuse_allreduce_rms: %s}}}"
+_EARLY = "rollout.engine_options.async_scheduling=%s"
 _FIRST_RUNNER = "rollout.model_runner=v1"  # without async scheduling
 # Features of GPU recipes or defaults that the first rollout lacks: the setting, and the next thing to try.
 _ENGINE_MODES = {
     "compiled engine": ("rollout.enforce_eager=false", "leave rollout.enforce_eager as it is by default"),
-    "async scheduling": ("rollout.async_scheduling=true", "rollout.async_scheduling=false, also in your recipes"),
+    "async scheduling": (_EARLY % "true", f"{_EARLY % 'false'}, also in your recipes"),
     "model runner v2": ("rollout.model_runner=v2", "rollout.model_runner=v1, also in your recipes"),
     "autotuned kernels": ("rollout.engine_options={enable_flashinfer_autotune: true}", _WITHOUT_AUTOTUNE),
 }

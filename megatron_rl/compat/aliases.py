@@ -81,7 +81,10 @@ _EARLIER = {
     },
     "observability.console_every": Ignored("the console has a line for each step"),
     "observability.progress_bar": Ignored("bars are drawn on a terminal only"),
-    **each("checkpoint.keep_best observability.status_token trainer.log_validation", Only((True,), _GONE)),
+    **each(
+        "checkpoint.keep_best hybrid.alias_weights observability.status_token trainer.log_validation",
+        Only((True,), _GONE),
+    ),
     "checkpoint.max_failed_saves": Only((3,), _GONE),
     "data.pass_rates": Only((), "train on the prompts that tools/evaluate.py --rollouts DIR --choose LOW HIGH writes"),
     "data.pass_rate_range": Ignored("tools/evaluate.py --choose takes it"),
@@ -94,6 +97,7 @@ _EARLIER = {
     "reward_model.share_prompts": Only((True,), _GONE),
     "reward_model.recompute_granularity": Only(("none",), _GONE),
     "trainer.breakpoint_step": Only((), "set a breakpoint in the IDE that trainer.debug_rank waits for"),
+    "rollout.server.restarts": Only((3,), _GONE),
     "rollout.server.start_seconds": Only((600.0,), "rollout.server.silent_seconds bounds the start as well"),
 }
 _TRACKERS: dict[str, tuple[tuple[Any, list[str]], ...]] = {
@@ -165,6 +169,11 @@ def _read_controller(kind: Setting, target: float | None) -> float | None:
     return look_up(kind, "algorithm.kl_target", kinds, "set algorithm.kl_target alone").value
 
 
+def _add_host(part: Setting, port: Any) -> Any:
+    """Return the address of the status page, if there is one."""
+    return None if port is None else f"{part.value}:{str(port).rpartition(':')[2]}"
+
+
 _MOVED = (
     _move(" ".join(_TRACKERS), "observability.trackers", _add_tracker, ObservabilityConfig().trackers),
     _move("algorithm.kl_controller", "algorithm.kl_target", _read_controller),
@@ -179,6 +188,13 @@ _MOVED = (
         "algorithm.options.clip_cov.ratio or kl_cov.ratio",
         _move_share,
         reads=("algorithm.policy_loss",),
+    ),
+    _move("observability.status_host", "observability.status_port", _add_host),
+    _move(
+        "rollout.async_scheduling",
+        "rollout.engine_options",
+        lambda part, options: {**options, "async_scheduling": part.value} if isinstance(options, dict) else options,
+        {},
     ),
 )
 _PATTERNS = {**PATTERNS, "teachers.*.recompute_granularity": Ignored("only a backward pass recomputes")}

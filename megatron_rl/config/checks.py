@@ -43,6 +43,7 @@ _FEATURES = attrgetter(
     *("rollout.bitwise", "rollout.thinking_budget", "rollout.validation_sets", "rollout.top_p", "rollout.top_k"),
     *("rollout.min_p", "rollout.min_tokens", "rollout.validation_top_p", "rollout.validation_top_k", "agents"),
     *("schedule", "teachers", "placement.teachers", "algorithm.distillation", "reference.reset_every"),
+    *("observability.trackers", "observability.status_port"),
 )
 _DATA = DataConfig(train_files=[], train_batch_size=1)
 _UNUSED = _FEATURES(RunConfig(model=ModelConfig(path=""), data=_DATA, actor=ActorConfig()))
@@ -184,13 +185,6 @@ def _check_packages(config: CheckedConfig) -> None:
             expected=f"the package, or {render(off)}",
             hint=f"pip install {package}, at the version of requirements.txt if it is there",
         )
-    config.require(
-        len(set(trackers)) == len(trackers),
-        "observability.trackers",
-        "names a tracker twice",
-        expected="each once, and W&B as wandb or as wandb-offline",
-        hint="leave one of the two out",
-    )
 
 
 def _check_engine_size(config: CheckedConfig) -> None:
@@ -260,7 +254,6 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
         yield no_kl, f"reference.{leaf}", "algorithm.kl_coef is 0: there is no reference"
     stages = [role.zero_stage for role in (config.actor, config.critic, config.reward_model, *config.teachers.values())]
     yield FULLY_SHARDED not in stages, "actor.zero_shard_size", "zero_stage is 3 for no role"
-    yield config.rollout.supports("is_actor"), "hybrid.alias_weights", f"{engine} has no weights of its own"
     yield not config.rollout.supports("is_server"), "rollout.server", f"{engine} is no server"
     yield not config.schedule.elastic, "schedule.silent_seconds", "schedule.elastic is False"
     yield config.layout.mode == "given", "layout.lengths", "layout.mode is 'given'"

@@ -41,7 +41,6 @@ _REASONS = {
     "set rollout.gpu_memory_utilization": "gpu_memory_utilization",
     "set rollout.kv_cache_gib": "kv_cache_memory_bytes num_gpu_blocks_override",
     "set rollout.enforce_eager": "enforce_eager",
-    "set rollout.async_scheduling": "async_scheduling",
     "set actor.lora.rank and hybrid.lora": ("enable_lora max_lora_rank max_cpu_loras lora_dtype fully_sharded_loras"),
     "set rollout.quantization": "quantization quantization_config",
     "set actor.lora.target_modules": "lora_target_modules",
@@ -232,10 +231,16 @@ def _check_drafts(config: CheckedConfig) -> None:
         expected="0",
         hint=f"leave them out, in validation too, or leave out {name}",
     )
-    for leaf, needed in (("async_scheduling", False), ("model_runner", "v1")):
-        if config.get(f"rollout.{leaf}") not in (None, "auto"):
-            why = f"with {name}: drafts are drawn with a request's random numbers in the first runner"
-            config.allow(f"rollout.{leaf}", needed, why, f"leave out {name}")
+    why = f"with {name}: drafts are drawn with a request's random numbers in the first runner"
+    if config.get("rollout.model_runner") != "auto":
+        config.allow("rollout.model_runner", "v1", why, f"leave out {name}")
+    config.require(
+        not config.get("rollout.engine_options").get("async_scheduling"),
+        "rollout.engine_options",
+        why,
+        expected="async_scheduling: false",
+        hint=f"leave async_scheduling out, or leave out {name}",
+    )
     config.exclude(
         name,
         ("rollout.bitwise", False, "a forward verifies several tokens of a sequence, whose bits are not tried"),
@@ -343,6 +348,13 @@ def _check_precision(config: CheckedConfig) -> None:
             expected="arguments of vLLM that break no contract (docs/sampling.md has the others)",
             hint=f"leave {name} out",
         )
+    config.require(
+        options.get("async_scheduling") in (None, False, True),
+        "rollout.engine_options",
+        "has an async_scheduling that is no truth value",
+        expected="true or false",
+        hint="leave it out: vLLM on a GPU plans the next step early if possible",
+    )
     why = f"with rollout.quantization = {config.get('rollout.quantization')!r}: weights are rounded with adapters added"
     if is_coded:
         config.allow("hybrid.lora", "merge", why, "rollout.quantization=none")
@@ -720,7 +732,28 @@ def _check_reset(config: CheckedConfig) -> None:
     )
 
 
+def _check_watching(config: CheckedConfig) -> None:
+    """Check that each tracker is named once, and that the status page has a port of TCP."""
+    trackers, port = config.get("observability.trackers"), config.get("observability.status_port")
+    config.require(
+        len({name.removesuffix("-offline") for name in trackers}) == len(trackers),
+        "observability.trackers",
+        "names a tracker twice",
+        expected="each once, and W&B as wandb or as wandb-offline",
+        hint="leave one of the two out",
+    )
+    digits = "0" if port is None else str(port).rpartition(":")[2]
+    config.require(
+        digits.isdecimal() and len(digits) <= 5 and int(digits) < 1 << 16,
+        "observability.status_port",
+        "is no port",
+        expected="a port of TCP, or ADDRESS:PORT",
+        hint="0 takes any free port",
+    )
+
+
 _RULES = (
+    _check_watching,
     _check_weights,
     _check_curriculum,
     _check_further,

@@ -36,11 +36,13 @@ SIMPLE_TYPES: dict[Any, str] = {
     float: "number",
     bool: "true or false",
     bool | str: "true, false or text",
+    int | str: "integer or text",
     str: "text",
     list[str]: "list of texts",
     list[int]: "list of integers",
     list[float]: "list of numbers",
 }
+_TEXTS = (str, bool | str, int | str)
 # Comparison of a value with a bound, its sign, and in words how to keep it.
 _COMPARISONS: dict[str, tuple[Any, str, str]] = {
     "ge": (operator.ge, ">=", "{} or more"),
@@ -84,7 +86,9 @@ class FieldInfo:
         """The annotation without `| None`."""
         if not self.accepts_none:
             return self.annotation
-        return next(arg for arg in typing.get_args(self.annotation) if arg is not type(None))
+        return functools.reduce(
+            operator.or_, (arg for arg in typing.get_args(self.annotation) if arg is not type(None))
+        )
 
     @property
     def accepts_none(self) -> bool:
@@ -242,13 +246,13 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
         return _REFUSED
     if kind is bool or (kind == bool | str and isinstance(value, bool)):
         return value if isinstance(value, bool) else _REFUSED
-    if kind is int:
+    if kind is int or (kind == int | str and _is_integer(value)):
         return value if _is_integer(value) else _REFUSED
     if kind is float:
         return _convert_number(value)
-    if kind in (str, bool | str) and not isinstance(value, str):
+    if kind in _TEXTS and not isinstance(value, str):
         return text if text and value is not None else _REFUSED
-    if kind in (str, bool | str):
+    if kind in _TEXTS:
         return _REFUSED if "\0" in value else value
     if kind == dict[str, Any]:
         return dict(value) if isinstance(value, dict) and all(isinstance(key, str) for key in value) else _REFUSED

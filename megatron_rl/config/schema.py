@@ -236,7 +236,6 @@ class RolloutConfig(SamplingSettings):
         0.5, "Share of GPU memory that the engine may use (GPU only).", gt=0, le=1, hint="use 0.5"
     )
     enforce_eager: bool = option(True, "Run the engine without torch.compile and CUDA graphs; on CPU always so.")
-    async_scheduling: bool | None = option(None, "vLLM on a GPU: plan the next step early; null: if possible.")
     model_runner: Literal["auto", "v1", "v2"] = option(
         "auto", "vLLM on a GPU; they draw other tokens. auto: v2, or v1 for what needs it (docs/performance.md)."
     )

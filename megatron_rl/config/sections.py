@@ -75,7 +75,6 @@ class ServerConfig:
         None, "Engine openai: URL to post to, or command, that makes the server load new weights from {directory}."
     )
     python: str | None = option(None, "Interpreter of the servers; default: this one. sglang needs its own.")
-    restarts: int = option(3, "Failures of a server in a row that end the run.", ge=0)
     silent_seconds: float = option(
         600.0, "A server that says nothing for so long, or takes longer to start, has failed.", "seconds", gt=0
     )
@@ -278,19 +277,21 @@ class ObservabilityConfig:
     trace_steps: list[int] = option(
         [], "Steps whose spans, and profile if there is one, are written to <run_dir>/traces/step_<N>.json.", "steps"
     )
-    status_port: int | None = option(
+    status_port: int | str | None = option(
         None,
-        "Port of a read-only web page about the run (0: any free port, printed); null: off.",
-        ge=0,
-        lt=1 << 16,
-        wrong="is no port",
-        hint="0 takes any free port",
+        "Port of a read-only web page about the run (0: any free port, printed), for this machine; with an address, as "
+        "0.0.0.0:8000, for others; null: off.",
     )
-    status_host: str = option("127.0.0.1", "Address that the page is served on; 0.0.0.0: every one of the machine.")
     explain: bool = option(
         False, "Print at the start how sizes follow from each other and which kernels are in use. Short: --explain."
     )
     health: HealthConfig = option(HealthConfig(), "Window and limits of alarms (docs/health.md); null: no alarm.")
+
+    @property
+    def status_address(self) -> tuple[str, int]:
+        """Host and port of the status page."""
+        host, _, port = str(self.status_port).rpartition(":")
+        return host or "127.0.0.1", int(port)
 
 
 LONGEST_PERIOD = 100_000  # prompts after which a mixture of files repeats
@@ -478,7 +479,6 @@ class HybridConfig:
         "auto", "pull: copy out of the memory of ranks on the same host; buckets: messages; auto: pull where possible."
     )
     bucket_bytes: int = option(32 << 20, "Size of a bucket; staging memory is at most two of them.", "bytes", gt=0)
-    alias_weights: bool = option(True, "Let the engine use the actor's storage wherever both layouts agree.")
     lora: Literal["merge", "adapter"] = option(
         "merge", "How adapters reach the engine at a switch: merge: summed with the model; adapter (vllm): alone."
     )

@@ -101,7 +101,7 @@ ABILITIES = {
     "routes": "returns the experts of each token (actor.router_replay=engine)",
     "scores": "takes stop strings per request, returns log-probs of prompts and top-k ones (policy.sample_requests)",
     "options": "takes rollout.engine_options",
-    "vllm_modes": "runs as rollout.enforce_eager, async_scheduling and model_runner choose",
+    "vllm_modes": "runs as rollout.enforce_eager and model_runner choose",
     "delta_nets": "serves models with gated delta nets",
     "sinks": "serves models with attention sinks, as they are published",
     "any_sinks": "serves them with other windows, norms and scaling of positions, too",

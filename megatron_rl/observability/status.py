@@ -124,7 +124,7 @@ class StatusPage(Sink):
             raise UserError(
                 f"{host}:{port} cannot be served: {error}",
                 source="observability.status_port",
-                expected="a free port of observability.status_host",
+                expected="a free port, and an address of this machine",
                 hint="choose another one, or 0 for any free port",
             ) from error
         self.url = self._server.url
@@ -283,7 +283,7 @@ class StatusPage(Sink):
 def open_page(run_dir: Path, settings: Any, now: Callable[[], Mapping[str, Any]], log: logging.Logger) -> StatusPage:
     """Serve the page of a run by `settings`, an `ObservabilityConfig`, and log its address."""
     files = {"file": run_dir / STATUS_FILE, "log": log_path(run_dir, 0)}
-    page = StatusPage(run_dir.resolve().name, settings.status_host, settings.status_port, now=now, **files)
+    page = StatusPage(run_dir.resolve().name, *settings.status_address, now=now, **files)
     log.info("status page: %s", page.url)
     return page
 

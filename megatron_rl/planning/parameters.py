@@ -353,7 +353,7 @@ def count_own_bytes(job: Job, rank: int) -> int:
     is_served = config.rollout.supports("is_server")
     adapters, is_merged = job.adapters_of(job.spec.roles["actor"]), config.hybrid.lora == "merge"
     own = count_engine_bytes(job)
-    if config.hybrid.alias_weights and rank in job.layout.ranks and is_whole and not is_served:
+    if rank in job.layout.ranks and is_whole and not is_served:
         unshared = adapters if adapters is not None and (is_merged or adapters.is_quantized) else None
         place = _find_place(job, rank)
         copied = FUSED_LATENTS if caches_latents(job) and shape.latent and shape.latent.query else ()

@@ -271,7 +271,7 @@ def build_rollout(
 def find_shared(config: RunConfig, actor: Actor, rank: int, wanted: Sequence[ShardBox]) -> dict[str, str]:
     """Return engine parameters (of `wanted`) that may share memory with the actor's on `rank`: engine -> actor name."""
     model = actor.model
-    if not config.hybrid.alias_weights or rank not in model.layout.ranks:
+    if rank not in model.layout.ranks:
         return {}
     merged = model.merged_params if config.hybrid.lora == "merge" else frozenset()
     changed = merged | model.quantized_params

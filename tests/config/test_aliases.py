@@ -373,8 +373,9 @@ def test_settings_that_are_gone_are_read_where_they_say_what_is_done(tmp_path: P
     recipe.write_text(
         "model: {path: m}\ndata: {train_files: [a], train_batch_size: 2, validation_batch_size: null}\n"
         "trainer: {log_validation: true}\ncheckpoint: {keep_best: true, max_failed_saves: 3}\n"
-        "observability: {status_token: true}\nreward: {service_max_answer_bytes: 67108864}\n"
-        "reward_model: {recompute_granularity: none}\nrollout: {server: {start_seconds: 600.0}}\n"
+        "observability: {status_token: true}\nhybrid: {alias_weights: true}\n"
+        "reward: {service_max_answer_bytes: 67108864}\n"
+        "reward_model: {recompute_granularity: none}\nrollout: {server: {start_seconds: 600.0, restarts: 3}}\n"
         "teachers: {code: {path: t, recompute_granularity: full, virtual_pipeline_model_parallel_size: null}}\n"
         "critic: {num_layers_in_first_pipeline_stage: null, virtual_pipeline_model_parallel_size: 1}\n"
     )
@@ -403,6 +404,34 @@ def test_settings_that_are_gone_are_read_where_they_say_what_is_done(tmp_path: P
             ["observability.wandb=offline"],
             "observability.trackers",
             ["tensorboard", "wandb-offline"],
+        ),
+        ("observability: {status_host: 127.0.0.1, status_port: null}", [], "observability.status_port", None),
+        (
+            "observability: {status_host: 127.0.0.1, status_port: 0}",
+            [],
+            "observability.status_address",
+            ("127.0.0.1", 0),
+        ),
+        ("observability: {status_host: 0.0.0.0, status_port: 9}", [], "observability.status_port", "0.0.0.0:9"),
+        (
+            "observability: {status_host: 0.0.0.0, status_port: 9}",
+            ["observability.status_port=8"],
+            "observability.status_address",
+            ("127.0.0.1", 8),
+        ),
+        (
+            "observability: {status_port: 0.0.0.0:9}",
+            ["observability.status_host=localhost"],
+            "observability.status_address",
+            ("localhost", 9),
+        ),
+        ("rollout: {async_scheduling: null, engine_options: {}}", [], "rollout.engine_options", {}),
+        ("rollout: {async_scheduling: false}", [], "rollout.engine_options", {"async_scheduling": False}),
+        (
+            "rollout: {engine_options: {block_size: 16}}",
+            ["rollout.async_scheduling=true"],
+            "rollout.engine_options",
+            {"block_size": 16, "async_scheduling": True},
         ),
     ],
 )

@@ -40,7 +40,6 @@ def test_defaults_pass() -> None:
         (["actor.bucket_tokens=[4096]"], "actor.bucket_tokens", []),
         ([STATIC, "actor.graph_memory_gib=4"], "actor.graph_memory_gib", None),
         ([STATIC, "actor.context_parallel_size=2"], "actor.share_prompts", False),
-        (["rollout.engine=megatron", "hybrid.alias_weights=false"], "hybrid.alias_weights", True),
         (["actor.share_prompts=tree", "actor.router_replay=trainer"], "actor.share_prompts", True),
         (["actor.share_prompts=tree", "critic.step_mode=static"], "critic.share_prompts", True),
         ([*TEACHER, "teachers.t.sequence_parallel=true"], "teachers.t.sequence_parallel", False),

@@ -113,10 +113,10 @@ def test_a_server_is_asked_for_what_it_lacks(ability: str) -> None:
 
 def test_a_plain_run_needs_nothing() -> None:
     """Settings of servers are put aside, as with any engine in the ranks."""
-    loaded = load_config(None, [*MINIMAL, "rollout.engine=bare", "rollout.server.restarts=5"])
+    loaded = load_config(None, [*MINIMAL, "rollout.engine=bare", "rollout.server.silent_seconds=5"])
     assert loaded.notes == [
-        "ignored: rollout.server=ServerConfig(endpoints=[], directory=None, on_update=None, python=None, restarts=5, "
-        "silent_seconds=600.0), rollout.engine 'bare' is no server"
+        "ignored: rollout.server=ServerConfig(endpoints=[], directory=None, on_update=None, python=None, "
+        "silent_seconds=5.0), rollout.engine 'bare' is no server"
     ]
 
 

@@ -27,14 +27,16 @@ from megatron_rl.engines.vllm.vllm_engine import VllmEngine
 from megatron_rl.engines.vllm.vllm_library import keep_memory_pools, prepare_vllm
 from megatron_rl.observability.progress import PhaseTimers, RolloutProgress
 from megatron_rl.parallel.collectives import init_distributed
-from megatron_rl.run.building import build_rollout
+from megatron_rl.run import building
 from megatron_rl.transfer.executor import CertificateError
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import save_tiny_model
 
 
-def _build(path: Path, alias_weights: bool) -> tuple[Any, HybridEngine, Llm]:
+def _build(path: Path, shares: bool) -> tuple[Any, HybridEngine, Llm]:
+    if not shares:
+        building.find_shared = lambda *_: {}
     process, shape = init_distributed(2), load_model_shape(path)
     install(shape)
 
@@ -47,10 +49,10 @@ def _build(path: Path, alias_weights: bool) -> tuple[Any, HybridEngine, Llm]:
         data=DataConfig(train_files=[], train_batch_size=8, max_prompt_length=16, max_response_length=8),
         actor=ActorConfig(),
         rollout=RolloutConfig(engine="vllm_on_gpu"),
-        hybrid=HybridConfig(verify="full", alias_weights=alias_weights),
+        hybrid=HybridConfig(verify="full"),
     )
     actor = build_actor(Case(), path)
-    hybrid, _ = build_rollout(config, actor, process, PhaseTimers(), RolloutProgress())
+    hybrid, _ = building.build_rollout(config, actor, process, PhaseTimers(), RolloutProgress())
     return actor, hybrid, Llm.made[-1]
 
 
@@ -60,9 +62,9 @@ def _train(actor: Any) -> None:
     take_step(actor, next(iter(batch.minibatches())), ALGORITHM)
 
 
-def _take_turns(rank: int, world_size: int, path: Path, alias_weights: bool) -> dict[str, Any]:
+def _take_turns(rank: int, world_size: int, path: Path, shares: bool) -> dict[str, Any]:
     """Three rollouts with steps between them."""
-    actor, hybrid, llm = _build(path, alias_weights)
+    actor, hybrid, llm = _build(path, shares)
     addresses = {name: param.data_ptr() for name, param in hybrid.engine.params.items()}
     awake, asleep, verified = [], [], []
     for _ in range(3):
@@ -80,7 +82,7 @@ def _take_turns(rank: int, world_size: int, path: Path, alias_weights: bool) -> 
 
 def _forget_to_rewrite(rank: int, world_size: int, path: Path) -> str:
     """One parameter is left out of the second switch."""
-    actor, hybrid, _ = _build(path, alias_weights=False)
+    actor, hybrid, _ = _build(path, shares=False)
     with hybrid.rollout_mode():
         pass
     resharder, forgotten = hybrid._transfers[0].resharder, hybrid.engine.params["lm_head.weight"].data_ptr()
@@ -92,7 +94,7 @@ def _forget_to_rewrite(rank: int, world_size: int, path: Path) -> str:
 
 def _forget_to_wake(rank: int, world_size: int, path: Path) -> str:
     """The weights are written while they sleep."""
-    _, hybrid, _ = _build(path, alias_weights=False)
+    _, hybrid, _ = _build(path, shares=False)
     with hybrid.rollout_mode():
         pass
     vars(hybrid.engine).update(begin_weight_update=lambda: None)
@@ -101,7 +103,7 @@ def _forget_to_wake(rank: int, world_size: int, path: Path) -> str:
 
 def _close(rank: int, world_size: int, path: Path) -> list[str]:
     """The engine is closed in a rollout, as after an error."""
-    _, hybrid, llm = _build(path, alias_weights=True)
+    _, hybrid, llm = _build(path, shares=True)
     with hybrid.rollout_mode():
         hybrid.engine.close()
     return llm.calls
@@ -123,14 +125,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("alias_weights", [False, True])
-def test_engine_on_a_gpu_wakes_is_rewritten_and_sleeps(alias_weights: bool, path: Path) -> None:
-    [found] = run_ranks(_take_turns, 1, path, alias_weights)
+@pytest.mark.parametrize("shares", [False, True])
+def test_engine_on_a_gpu_wakes_is_rewritten_and_sleeps(shares: bool, path: Path) -> None:
+    [found] = run_ranks(_take_turns, 1, path, shares)
     first, later = ["reset", "step", "sleep"], ["wake weights", "wake kv_cache", "reset", "step", "sleep"]
     assert found["calls"] == first + 2 * later
     assert set(found["asleep"]) == {KEPT_BYTES}, "all of the pool is given back"
     assert set(found["awake"]) == {KEPT_BYTES + found["own"] + 4 * (1 << 16)}
-    assert (found["shared"] > 0) == alias_weights, "what is shared is not lost"
+    assert (found["shared"] > 0) == shares, "what is shared is not lost"
     assert min(found["verified"]) == max(found["verified"]) > 10
 
 

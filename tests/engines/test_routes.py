@@ -33,6 +33,7 @@ from tools._runner_on_cpu import use_gpu_modes
 from tools.parity.check import build_policy
 
 SHAPE = RouteShape(layers=2, choices=2, experts=8)
+EARLY = {"async_scheduling": True}
 SAMPLED = SamplingConfig(temperature=1.0, max_tokens=24, stop_token_ids=(2,))
 
 
@@ -117,13 +118,14 @@ def count_preemptions(engine: Any) -> list[str]:
 
 def work(rank: int, world_size: int, path: Path, name: str, rollout: dict[str, Any]) -> list[Any]:
     """Prompts and responses: in one batch; then some of them again, from the prefix cache; then in two parts."""
-    if rollout.get("async_scheduling"):
+    is_early = "engine_options" in rollout
+    if is_early:
         use_gpu_modes("v1")
     engine, requests = open_engine(rank, world_size, path, name, **rollout), make_requests()
     preempted = []
     if name == "vllm":
         preempted, core = count_preemptions(engine.requests), engine.requests._llm.llm_engine.engine_core.engine_core
-        assert (core.batch_queue is not None) == rollout.get("async_scheduling", False), "plans the next step early"
+        assert (core.batch_queue is not None) == is_early, "plans the next step early"
     found = list(zip(requests, generate(engine.requests, requests), strict=True))
     found += list(zip(requests[-3:], generate(engine.requests, requests[-3:]), strict=True))
     if name != "hf":  # its step is a whole batch
@@ -153,8 +155,8 @@ def route_with_transformers(path: Path, tokens: np.ndarray) -> np.ndarray:
         ("hf", 1, {"max_num_seqs": 3}),
         ("megatron", 1, {"max_num_seqs": 3}),
         pytest.param("megatron", 4, {}, marks=pytest.mark.slow),
-        ("vllm", 1, {"async_scheduling": True}),
-        ("vllm", 1, {"async_scheduling": True, "kv_cache_gib": 7 * 32 * 2 * 2 * 2 * 32 * 4 / (1 << 30)}),
+        ("vllm", 1, {"engine_options": EARLY}),
+        ("vllm", 1, {"engine_options": EARLY, "kv_cache_gib": 7 * 32 * 2 * 2 * 2 * 32 * 4 / (1 << 30)}),
     ],
 )
 def test_routes_are_those_of_transformers(

@@ -39,9 +39,9 @@ SAMPLED = SamplingConfig(temperature=0.7, max_tokens=9, stop_token_ids=(2,))
 GREEDY = replace(SAMPLED, temperature=0.0)
 LENGTHS = (28, 60, 5, 60)  # two responses begin a KV-cache block, of 32 tokens on a CPU
 ARMS: dict[str, dict[str, Any]] = {
-    "first": {"model_runner": "v1", "async_scheduling": False},
-    "second": {"model_runner": "v2", "async_scheduling": False},
-    "async": {"model_runner": "v2", "async_scheduling": True},
+    "first": {"model_runner": "v1", "engine_options": {"async_scheduling": False}},
+    "second": {"model_runner": "v2", "engine_options": {"async_scheduling": False}},
+    "async": {"model_runner": "v2", "engine_options": {"async_scheduling": True}},
 }
 
 here = pytest.mark.skipif(not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="in another process")
@@ -80,7 +80,7 @@ def _make_requests(sampling: SamplingConfig, first_seed: int) -> list[Request]:
 def _work(rank: int, world_size: int, path: Path, arm: str, skips_searches: bool) -> dict[str, list[Sampled]]:
     device = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
     if arm != "first" and not HAS_GPU:
-        use_gpu_modes(**ARMS[arm])
+        use_gpu_modes(ARMS[arm]["model_runner"], **ARMS[arm]["engine_options"])
     spec = EngineSpec(
         model_path=str(path),
         shape=load_model_shape(path),

@@ -216,11 +216,11 @@ def test_endless_failures_end_the_run_with_one_message(endpoint: Endpoint, build
     async def fail(endpoint: Endpoint, body: dict[str, Any], response: web.StreamResponse) -> None:
         raise ConnectionResetError
 
-    engine = build(restarts=2)
+    engine = build()
     endpoint.answer = fail
-    with pytest.raises(UserError, match="failed 3 times without a response between") as caught:
+    with pytest.raises(UserError, match="failed 4 times without a response between") as caught:
         generate(engine, REQUESTS)
-    assert caught.value.source == endpoint.url and len(endpoint.updates) == 3
+    assert caught.value.source == endpoint.url and len(endpoint.updates) == 4
 
 
 def test_server_that_says_nothing_has_failed(endpoint: Endpoint, build: Callable[..., ServedEngine]) -> None:
@@ -264,7 +264,7 @@ def test_request_that_is_refused_is_not_tried_again(endpoint: Endpoint, build: C
 
 def test_hook_that_fails_ends_the_run(endpoint: Endpoint, build: Callable[..., ServedEngine]) -> None:
     with pytest.raises(UserError, match="ls /nowhere ends with 2: .*No such file"):
-        build(on_update="ls /nowhere", restarts=0)
+        build(on_update="ls /nowhere")
 
 
 def test_what_has_come_is_returned_by_an_interruption(endpoint: Endpoint, build: Callable[..., ServedEngine]) -> None:

@@ -192,13 +192,13 @@ MODES = [  # settings; on a GPU: eager, async scheduling, VLLM_USE_V2_MODEL_RUNN
         "; no effect on CPU: rollout.enforce_eager=false",
     ),
     (
-        {"async_scheduling": True, "model_runner": "v2"},
+        {"engine_options": {"async_scheduling": True}, "model_runner": "v2"},
         (True, True, "1"),
         "eager, async scheduling on, model runner v2 with its Triton sampler",
-        "; no effect on CPU: rollout.async_scheduling=true, rollout.model_runner=v2",
+        "; no effect on CPU: rollout.model_runner=v2, rollout.engine_options.async_scheduling",
     ),
     (
-        {"async_scheduling": False},
+        {"engine_options": {"async_scheduling": False}},
         (True, False, "1"),
         "eager, async scheduling off, model runner v2 with its Triton sampler",
         "",
@@ -335,7 +335,7 @@ def test_options_reach_vllm(vllm_imported: None) -> None:
     check_installed(SHAPE, spec.config)
     assert list_engine_arguments(spec) | options == list_engine_arguments(spec)
     assert set(list_engine_arguments(SPEC)) - {"max_num_batched_tokens", "block_size", "enable_chunked_prefill"} <= (
-        REFUSED.keys() | {"disable_log_stats"}
+        REFUSED.keys() | {"disable_log_stats", "async_scheduling"}
     ), "what this program needs is not the user's to set"
     with pytest.raises(UserError, match="did you mean 'kv_cache_dtype'"):
         check_installed(SHAPE, RolloutConfig(engine_options={"kv_cache_dtyp": 1}))

@@ -157,9 +157,10 @@ def test_passes_in_flight(sizes: dict[str, int], num_microbatches: int, passes: 
     assert [count_passes_in_flight(layout, stage, num_microbatches) for stage in range(layout.pp_size)] == passes
 
 
-def test_kv_cache_is_what_the_engine_is_given() -> None:
+def test_kv_cache_is_what_the_engine_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """A share of the device minus the engine's own weights and activations, or the configured size."""
-    job = make_job(small_shape(), "rollout.gpu_memory_utilization=0.25", "hybrid.alias_weights=false")
+    monkeypatch.setattr("megatron_rl.planning.parameters.count_aliased_elements", lambda *_: 0)
+    job = make_job(small_shape(), "rollout.gpu_memory_utilization=0.25")
     [memory] = compute_memory(job)
     rollout = memory.phases[2]
     own = compute_engine_bytes(job.shape, 1, 2)
@@ -184,12 +185,12 @@ def test_an_engine_that_is_the_policy_has_a_cache_only() -> None:
     assert plan_switch(job).summary.bytes_moved == 0
 
 
-def test_equal_layouts_share_storage() -> None:
+def test_equal_layouts_share_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the engine's TP the actor's, nothing of the engine's weights is its own."""
     job = make_job(small_shape(), "actor.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2")
     assert "engine weights" not in phases(job)["rollout"].parts
-    apart = job.with_config(hybrid={"alias_weights": False})
-    assert phases(apart)["rollout"].parts["engine weights"] == compute_engine_bytes(job.shape, 2, 2)
+    monkeypatch.setattr("megatron_rl.planning.parameters.count_aliased_elements", lambda *_: 0)
+    assert phases(job)["rollout"].parts["engine weights"] == compute_engine_bytes(job.shape, 2, 2)
 
 
 @pytest.mark.parametrize("sizes", [dict(), dict(tp_size=2), dict(tp_size=2, pp_size=2), dict(pp_size=4, vpp_size=2)])

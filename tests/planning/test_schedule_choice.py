@@ -55,7 +55,7 @@ def test_a_pass_reads_weights_and_cache() -> None:
 def test_the_host_prepares_a_pass_during_the_one_before_or_after_it() -> None:
     """The longer of both counts, or their sum if nothing is planned early; few responses wait for the host."""
     early = choose("rollout.tensor_model_parallel_size=1").pass_cost
-    late = choose("rollout.tensor_model_parallel_size=1", "rollout.async_scheduling=false").pass_cost
+    late = choose("rollout.tensor_model_parallel_size=1", "rollout.engine_options.async_scheduling=false").pass_cost
     assert late.host_fixed == late.host_per_request == 0
     assert late.of_passes(3, 8, 100) == pytest.approx(early.of_passes(3, 8, 100) + 3 * (0.004 + 8 * 40e-6))
     waiting = replace(early, fixed=0.0)

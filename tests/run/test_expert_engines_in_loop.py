@@ -26,7 +26,7 @@ ENGINES = {
     "ep2": ["rollout.tensor_model_parallel_size=2", "rollout.expert_parallel_size=2"],
     "dp2": ["rollout.data_parallel_size=2", "rollout.expert_parallel_size=2"],
 }
-EARLY = "rollout.async_scheduling=true"
+EARLY = "rollout.engine_options.async_scheduling=true"
 ENGINES["dp2, early"] = [*ENGINES["dp2"], EARLY]
 NUMBERS = ("reward/mean", "policy/loss", "policy/grad_norm", "kl/per_response", "validation/validation/reward")
 ENVIRONMENT = """

@@ -35,6 +35,7 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.parameters import compute_engine_bytes
 from megatron_rl.rollout.generation import generate
+from megatron_rl.run import building
 from megatron_rl.run.building import build_role, build_rollout
 from megatron_rl.run.models import RoleInputs, resolve
 from megatron_rl.transfer.executor import CertificateError
@@ -90,6 +91,7 @@ def find_faults(engine: Any, full: dict[str, torch.Tensor], kind: str) -> list[s
 
 
 def work(rank: int, world_size: int, path: Path, sizes: dict[str, int], rollout: dict[str, Any]) -> dict[str, Any]:
+    building.find_shared = lambda *_: {}
     process, layout = init_distributed(2), ParallelLayout(world_size, **sizes)
     tp, dtype = sizes.get("tp_size", 1), rollout.pop("dtype", "float32")
     config = RunConfig(
@@ -101,7 +103,7 @@ def work(rank: int, world_size: int, path: Path, sizes: dict[str, int], rollout:
             pipeline_model_parallel_size=sizes.get("pp_size", 1),
         ),
         rollout=RolloutConfig(max_num_seqs=4, **rollout),
-        hybrid=HybridConfig(verify="full", alias_weights=False),
+        hybrid=HybridConfig(verify="full"),
     )
     inputs = RoleInputs(resolve(config).roles["actor"], load_model_shape(path), layout)
     actor = build_role(config, inputs, build_groups(layout), total_optimizer_steps=1)

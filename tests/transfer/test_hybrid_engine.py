@@ -44,6 +44,7 @@ from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.episodes import SampleGroups
+from megatron_rl.run import building
 from megatron_rl.run.building import build_role, build_rollout
 from megatron_rl.run.checkpoints import actor_export
 from megatron_rl.run.models import RoleInputs, resolve
@@ -165,10 +166,17 @@ def work(
     hybrid_options: dict[str, Any] | None = None,
     lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
-    """Reshard, generate, take an optimizer step, reshard, generate again, and load what was saved."""
+    """Reshard, generate, take an optimizer step, reshard, generate again, and load what was saved.
+
+    Args:
+        hybrid_options: of the section, and "is_apart": the engine shares no storage of the actor's.
+    """
+    hybrid_options = dict(hybrid_options or {})
+    if hybrid_options.pop("is_apart", False):
+        building.find_shared = lambda *_: {}
     if engine == "vllm":  # its loader then packs experts again
         import_module("megatron_rl.engines.vllm.vllm_worker")
-    config = make_config(path, layout_sizes, rollout_tp, engine, hybrid_options or {}, lora or LoraConfig())
+    config = make_config(path, layout_sizes, rollout_tp, engine, hybrid_options, lora or LoraConfig())
     sizes = {name: size for name, size in layout_sizes.items() if name != "zero_stage"}
     process, layout, groups, actor, hybrid, generator = build(config, ParallelLayout(world_size, **sizes))
     prompts, result = make_prompts(), {"transport": hybrid.transport, "stats": hybrid.reshard_stats}
@@ -462,13 +470,13 @@ def test_adapters_that_the_engine_does_not_have_stop_the_run(tmp_path: Path, vll
 
 OPTIONS: list[tuple[dict[str, Any], dict[str, int], int, str]] = [
     (
-        {"transport": "buckets", "bucket_bytes": 1 << 16, "alias_weights": False},
+        {"transport": "buckets", "bucket_bytes": 1 << 16, "is_apart": True},
         {"tp_size": 2, "pp_size": 2},
         1,
         "buckets",
     ),
     ({"transport": "buckets"}, {"tp_size": 2, "pp_size": 2}, 2, "buckets"),
-    ({"transport": "pull", "alias_weights": False}, {"pp_size": 2}, 1, "pull"),
+    ({"transport": "pull", "is_apart": True}, {"pp_size": 2}, 1, "pull"),
     ({"transport": "auto"}, {"tp_size": 2}, 2, "pull"),
 ]
 
@@ -503,7 +511,7 @@ def test_every_road_of_the_weights(
             assert stats.bytes_moved == stats.bytes_copied == 0 and stats.bytes_aliased > 0.99 * 2 * model_bytes
         else:
             assert stats.bytes_moved > 0
-            assert (stats.bytes_aliased > 0) == options.get("alias_weights", True)
+            assert (stats.bytes_aliased > 0) == ("is_apart" not in options)
         if transport == "buckets":
             assert stats.bytes_pulled == 0
 
@@ -522,7 +530,7 @@ def test_wrong_weights_stop_the_run(tmp_path: Path, vllm_imported: None) -> None
 
         Resharder.run = run
         try:
-            work(rank, world_size, tmp_path / "model", {"tp_size": 2}, 1, "vllm", {"alias_weights": False})
+            work(rank, world_size, tmp_path / "model", {"tp_size": 2}, 1, "vllm", {"is_apart": True})
         except CertificateError as error:
             return str(error)
         return "not noticed"
@@ -550,7 +558,7 @@ def test_a_wrong_second_copy_of_keys_stops_the_run(tmp_path: Path, vllm_imported
 
         VllmEngine.__init__, Resharder.run = init, run
         try:
-            work(rank, world_size, tmp_path / "model", {"tp_size": 2}, 2, "vllm", {"alias_weights": False})
+            work(rank, world_size, tmp_path / "model", {"tp_size": 2}, 2, "vllm", {"is_apart": True})
         except CertificateError as error:
             return str(error)
         return "not noticed"

@@ -463,7 +463,7 @@ def plans_passes_early(job: Job) -> bool:
     rollout, records_routes = job.config.rollout, job.config.actor.router_replay == "engine"
     if not rollout.supports("vllm_modes"):
         return False
-    return bool(fit_to_device(rollout, torch.device("cuda"), records_routes).async_scheduling)
+    return fit_to_device(rollout, torch.device("cuda"), records_routes).engine_options["async_scheduling"]
 
 
 def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed: Assumptions) -> float:

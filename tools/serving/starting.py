@@ -292,7 +292,7 @@ def open_status_page(run: Primitives, state: ServerState) -> StatusPage | None:
             "config": "\n".join(lines),
         }
 
-    page = StatusPage(state.served.name, settings.status_host, settings.status_port, now=describe)
+    page = StatusPage(state.served.name, *settings.status_address, now=describe)
     print(f"status page: {page.url}", flush=True)
     return page
 

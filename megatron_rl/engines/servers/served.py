@@ -40,6 +40,7 @@ from megatron_rl.weights.shard_box import ShardBox, box_shape
 T = TypeVar("T")
 _STEP_SECONDS = 0.05  # longest wait of a step for finished responses
 _POLL_SECONDS = 0.2
+_MOST_FAILURES = 3  # in a row
 _PROBE_PROMPT, _PROBE_RESPONSE = 64, 8  # tokens; the prompt fills whole blocks of the prefix cache
 _IS_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 _OWN = "megatron_rl_servers_"  # prefix of temporary directories
@@ -240,16 +241,16 @@ class Server:
     def _fail(self, failure: ServerFailure) -> None:
         self._failures += 1
         said = "" if self._process is None else f"\n{self._process.read_log()}"
-        if self._failures > self._config.restarts:
+        if self._failures > _MOST_FAILURES:
             raise UserError(
                 f"a server failed {self._failures} times without a response between: {failure}{said}",
                 source=self.title,
-                expected=f"at most {self._config.restarts} failures in a row (rollout.server.restarts)",
+                expected=f"at most {_MOST_FAILURES} failures in a row",
                 hint="its last words are above; rollout.server.directory keeps all of them"
                 if self._process is not None
                 else "read the log of the server: this run does not start it",
             )
-        _log.warning("%s: %s; attempt %d of %d", self.title, failure, self._failures, self._config.restarts)
+        _log.warning("%s: %s; attempt %d of %d", self.title, failure, self._failures, _MOST_FAILURES)
         self.client.cancel()
         self._is_open = False
 

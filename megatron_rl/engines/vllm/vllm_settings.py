@@ -43,7 +43,7 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)  # buffer sizes of vL
 def fit_to_device(config: RolloutConfig, device: torch.device, records_routes: bool) -> RolloutConfig:
     """Choose vLLM's execution modes: those that a CPU supports, and on a GPU the default ones."""
     if device.type == "cpu":
-        return replace(config, **_MODES_ON_CPU)
+        return _use(config, **_MODES_ON_CPU)
     chosen = "v1" if records_routes or config.is_ever_truncated else "v2"
     # Parts that step together need a forward in each step.
     if config.data_parallel_size > 1 or config.draft_tokens:
@@ -52,8 +52,12 @@ def fit_to_device(config: RolloutConfig, device: torch.device, records_routes: b
     is_early = runner == "v2"
     if records_routes or config.data_parallel_size > 1:
         is_early = not config.is_ever_truncated and not config.draft_tokens
-    scheduling = is_early if config.async_scheduling is None else config.async_scheduling
-    return replace(config, model_runner=runner, async_scheduling=scheduling)
+    given = config.engine_options.get("async_scheduling")
+    return _use(config, is_early if given is None else given, model_runner=runner)
+
+
+def _use(config: RolloutConfig, async_scheduling: bool, **modes: Any) -> RolloutConfig:
+    return replace(config, **modes, engine_options=config.engine_options | {"async_scheduling": async_scheduling})
 
 
 def describe_modes(config: RolloutConfig, device: torch.device, records_routes: bool) -> str:
@@ -68,12 +72,15 @@ def describe_modes(config: RolloutConfig, device: torch.device, records_routes: 
         truncates = "truncated sampling" if config.is_ever_truncated else "rollout.data_parallel_size"
         other = "rollout.draft_tokens" if config.draft_tokens else truncates
         runner += f", which {'router replay' if records_routes else other} needs"
-    text = f"{eager}, async scheduling {'on' if fitted.async_scheduling else 'off'}, model runner {runner}"
+    given, is_early = config.engine_options.get("async_scheduling"), fitted.engine_options["async_scheduling"]
+    text = f"{eager}, async scheduling {'on' if is_early else 'off'}, model runner {runner}"
     ignored = [
         f"rollout.{name}={str(getattr(config, name)).lower()}"
-        for name in _MODES_ON_CPU
-        if getattr(config, name) not in (None, "auto", getattr(fitted, name))
+        for name in ("enforce_eager", "model_runner")
+        if getattr(config, name) not in ("auto", getattr(fitted, name))
     ]
+    if given not in (None, is_early):
+        ignored.append("rollout.engine_options.async_scheduling")
     return f"{text}; no effect on CPU: {', '.join(ignored)}" if ignored else text
 
 
@@ -112,7 +119,6 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         enable_expert_parallel=config.expert_parallel_size > 1,
         distributed_executor_backend="external_launcher",
         enforce_eager=config.enforce_eager,
-        async_scheduling=config.async_scheduling,
         seed=(spec.seed + rank // config.tensor_model_parallel_size) % (1 << 32),  # NumPy's global seed has 32 bits
         # Log-probs after the temperature: the distribution that is sampled from.
         logprobs_mode="processed_logprobs",
