@@ -89,6 +89,7 @@ _EARLIER = {
     "data.pass_rates": Only((), "train on the prompts that tools/evaluate.py --rollouts DIR --choose LOW HIGH writes"),
     "data.pass_rate_range": Ignored("tools/evaluate.py --choose takes it"),
     "data.validation_batch_size": Only((), _GONE),
+    "reference.max_tokens_per_microbatch": Ignored("its passes take the actor's budget, with the same log-probs"),
     "reward.service_backoff_seconds": Only((0.5,), _GONE),
     "reward.service_fallback_reward": Only((0.0,), "nothing is learned from such a response, and 0 is logged"),
     "reward.service_url": Only((), "give the URL as reward.function, or in reward.components"),

@@ -492,19 +492,6 @@ def _read_budget(parts: Parts, tokens: Setting, sharing: Sequence[str], target: 
     return replace(tokens, name=target, value=tokens.value * ranks if is_scaled else tokens.value)
 
 
-_REF_BUDGET = tuple(f"actor_rollout_ref.ref.log_prob_{leaf}" for leaf in ("max_token_len_per_gpu", "use_dynamic_bsz"))
-_DYNAMIC = f"{_ACTOR}.use_dynamic_bsz"
-
-
-def _combine_reference_budget(parts: Parts) -> Combined:
-    tokens, dynamic = parts.get(_REF_BUDGET[0]), parts.get(_REF_BUDGET[1], parts.get(_DYNAMIC))
-    if tokens is not None and tokens.value is not None:
-        if dynamic is not None and read_boolean(dynamic):
-            yield _read_budget(parts, tokens, _list_sharing(_ACTOR), "reference.max_tokens_per_microbatch")
-        else:
-            yield note(tokens, f"{_REF_BUDGET[1]} is not true")
-
-
 def budget_group(
     names: tuple[str, str, str], role: str, sharing: tuple[str, ...], longest: tuple[str, ...] = (_PROMPT, _RESPONSE)
 ) -> AliasGroup:
@@ -776,12 +763,6 @@ GROUPS: tuple[AliasGroup, ...] = (
             "reward_model.reward_kwargs.overlong_buffer_cfg",
             "reward.reward_kwargs.overlong_buffer_cfg",
         )
-    ),
-    AliasGroup(
-        _REF_BUDGET,
-        "reference.max_tokens_per_microbatch: the number of tokens of a GPU times the ranks that share a sequence",
-        _combine_reference_budget,
-        reads=(_DYNAMIC, *_list_sharing(_ACTOR)),
     ),
     *(
         budget_group(

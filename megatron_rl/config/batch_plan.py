@@ -61,7 +61,7 @@ class BatchPlan:
         _check_placement(cfg, spec, world_size)
         for role in spec.roles.values():
             check_ranks(role.settings, cfg.placement.ranks_of(role.name, world_size), role.section)
-            check_longest_sequence(cfg.data, role.settings, role.name)
+            check_longest_sequence(cfg.data, role.settings, role.section)
         rollout_ranks = len(cfg.placement.ranks_of("rollout", world_size))
         engine_ranks = _count_engine_ranks(cfg, rollout_ranks)
         actor, data, group_size = cfg.actor, cfg.data, cfg.rollout.n

@@ -250,8 +250,7 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
     engine, no_kl = f"rollout.engine {config.rollout.engine!r}", algorithm.kl_coef == 0
     is_alone = bool(config.actor.lora.rank) and config.reference.path is None
     yield is_alone, "reference.offload", "the reference is the actor without its adapters (actor.lora.rank)"
-    for leaf in ("max_tokens_per_microbatch", "reset_every"):
-        yield no_kl, f"reference.{leaf}", "algorithm.kl_coef is 0: there is no reference"
+    yield no_kl, "reference.reset_every", "algorithm.kl_coef is 0: there is no reference"
     stages = [role.zero_stage for role in (config.actor, config.critic, config.reward_model, *config.teachers.values())]
     yield FULLY_SHARDED not in stages, "actor.zero_shard_size", "zero_stage is 3 for no role"
     yield not config.rollout.supports("is_server"), "rollout.server", f"{engine} is no server"

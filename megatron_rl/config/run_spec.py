@@ -98,6 +98,5 @@ class RunSpec:
         roles = dict(self.roles)
         for name, role in self.roles.items():
             offload = getattr(config.section(name), "offload", False)
-            section = config.reference_layout if name == "reference" else config.section(role.section)
-            roles[name] = replace(role, settings=section, offload=offload)
+            roles[name] = replace(role, settings=config.section(role.section), offload=offload)
         return replace(self, roles=roles)

@@ -262,13 +262,10 @@ class RolloutConfig(SamplingSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """The frozen model of the KL term; built only when algorithm.kl_coef > 0. Layout: the actor's."""
+    """The frozen model of the KL term; built only when algorithm.kl_coef > 0. Layout and token budget: the actor's."""
 
     path: str | None = option(None, "Directory of the reference in HF format; default: model.path.")
     offload: bool = option(False, "Keep the reference's weights on the host except while it scores.")
-    max_tokens_per_microbatch: int | None = option(
-        None, "Token budget of its forward passes on one DP rank; default: the actor's.", "tokens", ge=1
-    )
     reset_every: int | None = option(None, "Interval of copying the policy to it (ProRL); null: never.", "steps", ge=1)
 
 
@@ -472,12 +469,6 @@ class RunConfig:
     def is_truncated(self) -> bool:
         """Whether rollouts of a source of prompts are drawn from a part of the vocabulary."""
         return any(one.rollout.is_truncated for one in self.by_source.values())
-
-    @property
-    def reference_layout(self) -> ActorConfig:
-        """The actor's section, with the reference's token budget."""
-        budget = self.reference.max_tokens_per_microbatch or self.actor.max_tokens_per_microbatch
-        return replace(self.actor, max_tokens_per_microbatch=budget)
 
     def section(self, name: str) -> Any:
         """Return a section by its name, also `teachers.NAME`, `reward_model.further.NAME` and `data.sources.NAME`."""

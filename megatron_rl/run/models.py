@@ -78,7 +78,7 @@ def _make_reference(config: RunConfig) -> RoleSpec:
         name="reference",
         path=config.reference.path or config.model.path,
         section="actor",
-        settings=config.reference_layout,
+        settings=config.actor,
         head="logprob",
         offload=config.reference.offload,
         is_reset=config.reference.reset_every is not None,

@@ -322,15 +322,17 @@ def test_a_budget_per_gpu_counts_the_ranks_that_share_a_sequence() -> None:
     assert (actor.max_tokens_per_microbatch, actor.context_parallel_size) == (12000, 4)
 
 
-def test_a_reference_has_a_budget_of_its_own_with_dynamic_batches_only() -> None:
-    tokens, kl = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=5000", f"{ACTOR}.use_kl_loss=true"
-    dynamic = "actor_rollout_ref.ref.log_prob_use_dynamic_bsz"
-    split = f"{ACTOR}.ulysses_sequence_parallel_size=4"
-    assert load(kl, tokens).config.reference.max_tokens_per_microbatch is None
-    assert load(kl, tokens, f"{dynamic}=true").config.reference.max_tokens_per_microbatch == 5000
-    given = (f"{ACTOR}.use_dynamic_bsz=true", kl, tokens, split)
-    assert load(*given).config.reference.max_tokens_per_microbatch == 20000
-    assert load(*given, f"{dynamic}=false").config.reference.max_tokens_per_microbatch is None
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("reference.max_tokens_per_microbatch", "its passes take the actor's budget, with the same log-probs"),
+        ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "log-probs are computed in microbatches of tokens"),
+    ],
+)
+def test_a_token_budget_of_the_reference_is_put_aside(name: str, reason: str) -> None:
+    plain, given = load(f"{ACTOR}.use_kl_loss=true"), load(f"{ACTOR}.use_kl_loss=true", f"{name}=9000")
+    assert given.notes[-1] == f"ignored: {name}=9000 (command line), {reason}" and given.config == plain.config
+    assert load(f"{ACTOR}.use_kl_loss=true", f"{name}=null").notes == plain.notes
 
 
 @pytest.mark.parametrize("name", ["fsdp_config.fsdp_size", "fsdp.fsdp_size", "veomni.fsdp_size"])

@@ -41,17 +41,6 @@ def test_each_role_adds_its_phases() -> None:
     assert "reference" in phases(make_job(small_shape(), "algorithm.kl_coef=0.1"))["log-probs"].parts
 
 
-def test_scoring_takes_the_larger_budget() -> None:
-    kl, budget = "algorithm.kl_coef=0.1", "reference.max_tokens_per_microbatch"
-    found = [
-        phases(make_job(small_shape(), kl, RECOMPUTE, "actor.logprob_chunk_tokens=512", *extra))["log-probs"].parts[
-            "activations"
-        ]
-        for extra in ((), (f"{budget}=2048",), (f"{budget}=16384",))
-    ]
-    assert found[0] == found[1] and found[2] == 4 * found[0]
-
-
 def test_a_teacher_has_a_phase_and_leaves_columns() -> None:
     """Its weights in its own layout, on the host while other roles work; the policy has its scores of all tokens."""
     teacher = ("teachers.big.path=somewhere", "teachers.big.tensor_model_parallel_size=4", "teachers.big.offload=true")

@@ -151,17 +151,14 @@ def test_the_roles_stay_under_other_layouts() -> None:
     assert [role.offload for role in spec.roles.values()] == [False, True, False]
 
 
-def test_a_reference_has_the_actors_budget_or_its_own() -> None:
+def test_a_reference_has_the_actors_layout_and_budget() -> None:
     kl = "algorithm.kl_coef=0.1"
     config = make_config(kl, "actor.lr=1e-3")
+    other = make_config(kl, "actor.max_tokens_per_microbatch=9000", "actor.tensor_model_parallel_size=2")
     assert resolve(config).roles["reference"].settings == config.actor
-    own = make_config(kl, "reference.max_tokens_per_microbatch=9000", "actor.tensor_model_parallel_size=2")
-    for spec in (resolve(own), resolve(config).with_config(own)):
-        settings = spec.roles["reference"].settings
-        assert (settings.max_tokens_per_microbatch, settings.tensor_model_parallel_size) == (9000, 2)
-        assert spec.roles["actor"].settings.max_tokens_per_microbatch == 4096
-    short = make_config(kl, "reference.max_tokens_per_microbatch=2047")
-    with pytest.raises(UserError, match="does not fit into reference.max_tokens_per_microbatch 2047"):
+    assert resolve(config).with_config(other).roles["reference"].settings == other.actor
+    short = make_config(kl, "actor.max_tokens_per_microbatch=2047")
+    with pytest.raises(UserError, match="does not fit into actor.max_tokens_per_microbatch 2047"):
         BatchPlan.build(short, 1, resolve(short))
 
 
