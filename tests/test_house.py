@@ -58,6 +58,7 @@ BEHIND_DOORS = (
     "checkpoint.resuming",
     "compat.",
     "config.feature_checks",
+    "config.flags",
     "config.mixture",
     "config.plugin_options",
     "config.sft_plan",

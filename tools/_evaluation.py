@@ -76,7 +76,7 @@ def without_training(config: RunConfig, world_size: int) -> RunConfig:
             step_mode="eager",
             max_tokens_per_microbatch=max(longest, config.actor.max_tokens_per_microbatch),
         ),
-        trainer=replace(config.trainer, debug_rank=None, total_steps=1),
+        trainer=replace(config.trainer, total_steps=1),
     )
 
 

@@ -97,7 +97,9 @@ _EARLIER = {
     "reward_model.logprob_chunk_tokens": Only((None, 512), "a reward model has no log-probs of tokens"),
     "reward_model.share_prompts": Only((True,), _GONE),
     "reward_model.recompute_granularity": Only(("none",), _GONE),
-    "trainer.breakpoint_step": Only((), "set a breakpoint in the IDE that trainer.debug_rank waits for"),
+    "trainer.breakpoint_step": Only((), "set a breakpoint in the IDE that --debug-rank waits for"),
+    "trainer.debug_rank": Only((), "give the flag --debug-rank R"),
+    "observability.explain": Only((False,), "give the flag --explain"),
     "rollout.server.restarts": Only((3,), _GONE),
     "rollout.server.start_seconds": Only((600.0,), "rollout.server.silent_seconds bounds the start as well"),
 }

@@ -57,7 +57,6 @@ class BatchPlan:
         Args:
             num_train_prompts: training prompts after filtering; `None` before the data is read.
         """
-        check_debug_rank(cfg, world_size)
         _check_placement(cfg, spec, world_size)
         for role in spec.roles.values():
             check_ranks(role.settings, cfg.placement.ranks_of(role.name, world_size), role.section)
@@ -272,18 +271,6 @@ def _nearest_multiples(value: int, base: int) -> str:
     """Name the positive multiples of `base` next to `value` on either side."""
     below = value // base * base
     return f"{below} or {below + base}" if below else f"{base}"
-
-
-def check_debug_rank(cfg: RunConfig, world_size: int) -> None:
-    """Refuse a `trainer.debug_rank` that is no rank of the job (UserError)."""
-    rank = cfg.trainer.debug_rank
-    if rank is not None and not 0 <= rank < world_size:
-        raise UserError(
-            f"trainer.debug_rank = {rank} in a job of {world_size} ranks",
-            source="trainer.debug_rank",
-            expected=f"0 or more, below {world_size}",
-            hint="choose one of them",
-        )
 
 
 def _check_placement(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:

@@ -173,7 +173,6 @@ def _check_packages(config: CheckedConfig) -> None:
     trackers = [name.removesuffix("-offline") for name in config.get("observability.trackers")]
     for name, off, package in (
         *(("observability.trackers", [], tracker) for tracker in trackers),
-        ("trainer.debug_rank", None, "debugpy"),
         ("actor.quantization", "none", "bitsandbytes"),
         ("observability.traces", "off", "opentelemetry-exporter-otlp"),
     ):

@@ -187,7 +187,7 @@ def build_section(declaration: Any, prefix: str, values: Mapping[str, Any]) -> A
 def section_classes() -> dict[str, type]:
     """Return section name -> dataclass, in order of declaration; for `teachers`, the dataclass of one teacher."""
     hints = _read_hints(RunConfig)
-    classes = {item.name: hints[item.name] for item in dataclasses.fields(RunConfig)}
+    classes = {item.name: hints[item.name] for item in dataclasses.fields(RunConfig) if item.name != "flags"}
     return classes | {TEACHERS: typing.get_args(classes[TEACHERS])[1]}
 
 
@@ -312,6 +312,7 @@ def config_to_dict(cfg: RunConfig) -> dict[str, dict[str, Any]]:
     Credentials in URLs are removed, since the result is written to files, checkpoints and W&B.
     """
     sections = dataclasses.asdict(cfg)
+    del sections["flags"]
     for role in (sections["critic"], sections["reward_model"], *sections["teachers"].values()):
         for leaf in NOT_OWN:
             role.pop(leaf, None)

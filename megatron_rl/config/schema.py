@@ -411,12 +411,15 @@ class TrainerConfig:
     collective_timeout: float = option(
         1800.0, "A collective that waits longer ends the run, with a report of who waits for whom.", "seconds", gt=0
     )
-    debug_rank: int | None = option(
-        None,
-        "Rank that waits for a debugger (debugpy); collective_timeout becomes a week. Short: --debug-rank R.",
-        "rank",
-    )
     check_memory: bool = option(True, "On GPUs: refuse a run that is planned not to fit (tools/plan.py).")
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the command line asks of one start, and no file contains."""
+
+    explain: bool = False  # print at the start how sizes follow from each other and which kernels are in use
+    debug_rank: int | None = None  # rank that waits for a debugger; trainer.collective_timeout becomes a week
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,6 +445,7 @@ class RunConfig:
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     observability: ObservabilityConfig = dataclasses.field(default_factory=ObservabilityConfig)
+    flags: Flags = Flags()
 
     def share_settings(self) -> RunConfig:
         """Return the config in which critic and teachers have the actor's values of the settings `ACTOR_DECIDES`."""

@@ -282,9 +282,6 @@ class ObservabilityConfig:
         "Port of a read-only web page about the run (0: any free port, printed), for this machine; with an address, as "
         "0.0.0.0:8000, for others; null: off.",
     )
-    explain: bool = option(
-        False, "Print at the start how sizes follow from each other and which kernels are in use. Short: --explain."
-    )
     health: HealthConfig = option(HealthConfig(), "Window and limits of alarms (docs/health.md); null: no alarm.")
 
     @property

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from megatron_rl.config.batch_plan import (
     check_data_size,
-    check_debug_rank,
     check_longest_sequence,
     check_ranks,
     count_steps,
@@ -40,7 +39,6 @@ class SftPlan:
     ) -> SftPlan:
         """Derive the plan; refuse sizes that do not divide or exceed the data (UserError)."""
         _check_settings(cfg, responses_per_example == 2)
-        check_debug_rank(cfg, world_size)
         dp_size = check_ranks(cfg.actor, range(world_size))
         check_longest_sequence(cfg.data, cfg.actor, "actor")
         if responses_per_example == 2:

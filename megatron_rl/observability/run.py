@@ -165,15 +165,15 @@ class Run:
         add(self._display)
         replace_text(self.dir / CONFIG_FILE, self._config_yaml)
 
-    def describe(self, rows: Iterable[tuple[str, str]], arithmetic: Iterable[str]) -> None:
-        """Log a summary of the run, and on the console `arithmetic` only with `observability.explain`."""
+    def describe(self, rows: Iterable[tuple[str, str]], arithmetic: Iterable[str], explains: bool) -> None:
+        """Log a summary of the run, and `arithmetic`, on the console only if `explains`."""
         if self.is_writer:
             from megatron_rl.observability.console import find_width, format_summary
 
             for line in format_summary(rows, find_width()):
                 self.log.info("%s", line)
         for line in arithmetic:
-            self.log.log(logging.INFO if self._settings.explain else logging.DEBUG, "  %s", line)
+            self.log.log(logging.INFO if explains else logging.DEBUG, "  %s", line)
 
     @contextmanager
     def starting(self, text: str) -> Iterator[None]:

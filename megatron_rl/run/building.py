@@ -408,7 +408,7 @@ def build_rollout_members(
         from megatron_rl.agents.in_rank import choose_episodes
 
         tokenizer = str(config.model.tokenizer or find_model_files(config.model.path))
-        episodes = choose_episodes(config, tokenizer, inputs.stop_token_ids, config.trainer.debug_rank == process.rank)
+        episodes = choose_episodes(config, tokenizer, inputs.stop_token_ids, config.flags.debug_rank == process.rank)
     further = inputs.stop, inputs.thoughts, episodes
     with run.starting(f"starting {config.rollout.engine}"):
         hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, *further)

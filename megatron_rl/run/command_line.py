@@ -156,7 +156,6 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], Path | None, list[
             names = [name for name in argv[place + 1 : place + 2] if name[:1] not in ("", "-") and "=" not in name]
             flags["--help"] = names[0] if names and not Path(names[0]).is_file() else ""
             del argv[place : place + 1 + bool(flags["--help"])]
-    argv = ["observability.explain=true" if argument == "--explain" else argument for argument in argv]
     for flag in ("--dry-run", "--json"):
         if flag in argv:
             argv.remove(flag)

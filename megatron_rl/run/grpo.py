@@ -335,7 +335,7 @@ class Trainer:
                 for note in self.inputs.notes:
                     self.run.log.info("note: %s", note)
                 rows = describe_run(self.config, self.inputs, self.primitives, self.process.device)
-                self.run.describe(rows, explain_run(self.config, self.inputs))
+                self.run.describe(rows, explain_run(self.config, self.inputs), self.config.flags.explain)
                 try:
                     yield
                 except BadStep as error:
@@ -435,7 +435,7 @@ def prepare(model: Any, config: Any, overrides: Sequence[str], passed: Mapping[s
 
 
 def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
-    """Read and check inputs (UserError on every rank alike); `trainer.debug_rank` then waits for its debugger."""
+    """Read and check inputs (UserError on every rank alike); the rank to debug then waits for its debugger."""
     if parts != NO_PARTS:
         from megatron_rl.run.user_program import enter_parts
 
@@ -463,7 +463,7 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
         check_fits(config, resolve(config), cluster)
     inputs = read_rl_inputs(config, world_size, parts)
     check_graphs(config, inputs.roles.values())
-    config, chosen = wait_for_debugger(config), [*commits, *chosen]
+    config, chosen = wait_for_debugger(config, world_size), [*commits, *chosen]
     return Prepared(config, replace(inputs, notes=[*chosen, *inputs.notes]), recipe, parts, chosen)
 
 

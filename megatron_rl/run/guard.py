@@ -32,16 +32,24 @@ _LOCALHOST = "127.0.0.1"
 _PATIENCE_SECONDS = 7 * 24 * 3600.0
 
 
-def wait_for_debugger(config: RunConfig) -> RunConfig:
-    """Wait on `trainer.debug_rank` until an IDE attaches; return the config with a longer collective time limit."""
-    if config.trainer.debug_rank is None:
+def wait_for_debugger(config: RunConfig, world_size: int) -> RunConfig:
+    """Wait on the rank to debug until an IDE attaches; return the config with a longer collective time limit.
+
+    Raises:
+        UserError: on every rank alike, without such a rank or without debugpy.
+    """
+    rank = config.flags.debug_rank
+    if rank is None:
         return config
-    if int(os.environ.get("RANK", "0")) == config.trainer.debug_rank:
+    from megatron_rl.config.flags import check_debug_rank
+
+    check_debug_rank(rank, world_size)
+    if int(os.environ.get("RANK", "0")) == rank:
         debugpy = importlib.import_module("debugpy")
         debugpy.configure(subProcess=False)  # an engine's processes would wait for an IDE, too
         _, port = debugpy.listen((_LOCALHOST, _PORT if _is_free(_PORT) else 0))
         sys.stderr.write(
-            f"rank {config.trainer.debug_rank} waits for a debugger at {_LOCALHOST}:{port} of {socket.gethostname()}, "
+            f"rank {rank} waits for a debugger at {_LOCALHOST}:{port} of {socket.gethostname()}, "
             "and the other ranks wait for it (docs/extending.md#debugging-a-rank)\n"
         )
         sys.stderr.flush()

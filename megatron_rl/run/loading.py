@@ -31,7 +31,7 @@ from megatron_rl.config.fields import (
     list_options,
     section_classes,
 )
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import Flags, RunConfig
 from megatron_rl.config.sections import MISSING
 from megatron_rl.config.sources import ASSUMED, RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
 from megatron_rl.extension.registry import ENGINES
@@ -111,21 +111,25 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
 
     Args:
         recipe: YAML file or mapping, with nested sections; `None` if the command line contains everything.
-        overrides: `section.key=value`, `--section.key value`, `--leaf value`, verl names alike.
+        overrides: `section.key=value`, `--section.key value`, `--leaf value`, verl names alike; and `Flags`.
 
     Raises:
         UserError: every setting that is unreadable, unknown, of the wrong type, missing, or refused by `check_config`;
             a file that is not YAML, alone.
     """
     mistakes = Mistakes()
+    flags = Flags()
+    if any(word.startswith(("--explain", "--debug-rank")) for word in overrides):
+        from megatron_rl.config.flags import take_flags
+
+        flags, overrides = take_flags(overrides)
     given = read_settings(recipe, overrides, mistakes)
     parts = [setting.name.split(".") for setting in given]
     teachers = list(dict.fromkeys(part[1] for part in parts if part[0] == TEACHERS and len(part) > 1))
     mixed = list(dict.fromkeys(one[2] for one in parts if one[:2] == ["data", "sources"] and len(one) > 2))
     fields = list_fields(teachers, mixed) | list_options()
     settings = _gather_mappings(given, fields)
-    notes: list[str] = []
-    num_ranks = None
+    notes, num_ranks = list[str](), None
     if not all(_is_ours(setting, fields) for setting in settings):
         num_ranks = _aliases().find_ranks(settings)
         settings, notes = _aliases().translate(settings, fields, mistakes)
@@ -158,7 +162,7 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
 
         with mistakes.collect():
             sections["algorithm"] = replace(algorithm, options=build_options(used, values, sources))
-    config, idle = put_aside(RunConfig(**sections), sources)
+    config, idle = put_aside(RunConfig(**sections, flags=flags), sources)
     config, more = put_aside(config.share_settings(), sources)
     check_config(config, sources, mistakes)
     return LoadedConfig(config, [*notes, *dict.fromkeys([*idle, *more])], sources, num_ranks)

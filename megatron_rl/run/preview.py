@@ -47,6 +47,7 @@ _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [sec
   --gpu-memory-gib G   with --dry-run: refuse what does not fit into GPUs of G GiB, with what would
   --gpus-per-node N    with --gpu-memory-gib (default: 8, or all ranks where there are fewer)
   --explain            print at the start how sizes follow from each other and which kernels are in use
+  --debug-rank R       rank R waits for a debugger, and the other ranks for up to a week (docs/extending.md)
   --help [SECTION]     this text with every setting, or a section's settings alone (--help rollout); with a recipe or
                        algorithm.plugins, also its plugins' own
 """

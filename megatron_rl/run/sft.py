@@ -126,7 +126,7 @@ def train_sft(
     config, commits = localize(config)
     inputs = read_inputs(config, launched_sizes()[0])
     check_graphs(config, [inputs.actor])
-    config = wait_for_debugger(config)
+    config = wait_for_debugger(config, launched_sizes()[0])
     trainer = make(config, inputs, recipe, commits)
     try:
         with trainer.guard.reporting():
@@ -144,7 +144,7 @@ def train_sft(
                 ),
                 ("steps", f"{trainer.total_steps} of {config.data.train_batch_size} examples"),
             ]
-            trainer.run.describe(rows, trainer.plan.formulas())
+            trainer.run.describe(rows, trainer.plan.formulas(), config.flags.explain)
             trainer.train()
     except UserError:
         trainer.checkpoints.commit()  # it was raised on every rank alike

@@ -374,8 +374,8 @@ def test_settings_that_are_gone_are_read_where_they_say_what_is_done(tmp_path: P
     recipe = tmp_path / "config.yaml"
     recipe.write_text(
         "model: {path: m}\ndata: {train_files: [a], train_batch_size: 2, validation_batch_size: null}\n"
-        "trainer: {log_validation: true}\ncheckpoint: {keep_best: true, max_failed_saves: 3}\n"
-        "observability: {status_token: true}\nhybrid: {alias_weights: true}\n"
+        "trainer: {log_validation: true, debug_rank: null}\ncheckpoint: {keep_best: true, max_failed_saves: 3}\n"
+        "observability: {status_token: true, explain: false}\nhybrid: {alias_weights: true}\n"
         "reward: {service_max_answer_bytes: 67108864}\n"
         "reward_model: {recompute_granularity: none}\nrollout: {server: {start_seconds: 600.0, restarts: 3}}\n"
         "teachers: {code: {path: t, recompute_granularity: full, virtual_pipeline_model_parallel_size: null}}\n"
@@ -383,6 +383,10 @@ def test_settings_that_are_gone_are_read_where_they_say_what_is_done(tmp_path: P
     )
     loaded = load_config(recipe, ["algorithm.distillation.coef=1"])
     assert [note.partition("=")[0] for note in loaded.notes] == ["ignored: teachers.code.recompute_granularity"]
+    for setting, flag in (("observability.explain=true", "--explain"), ("trainer.debug_rank=1", "--debug-rank R")):
+        with pytest.raises(UserError) as caught:
+            load_config(recipe, ["algorithm.distillation.coef=1", setting])
+        assert caught.value.expected.endswith(f": give the flag {flag}")
     recipe.write_text(recipe.read_text().replace("keep_best: true", "keep_best: false"))
     with pytest.raises(UserError, match=r"checkpoint.keep_best = False"):
         load_config(recipe, ["algorithm.distillation.coef=1"])

@@ -113,7 +113,7 @@ from megatron_rl.run.command_line import run_command
 from megatron_rl.run.inputs import plan_rl, read_rl_inputs
 
 def run(loaded, recipe):
-    print("torch" in sys.modules, loaded.config.observability.explain)
+    print("torch" in sys.modules, loaded.config.flags.explain)
 
 sizes = ["data.train_batch_size=8", "actor.ppo_mini_batch_size=8"]
 arguments = ["model.path=m", "data.train_files=[x]", *sizes, "--explain"]
@@ -125,4 +125,4 @@ def test_the_first_line_comes_before_heavy_libraries() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
     first, second = done.stdout.splitlines()
     assert first == f"megatron_rl {__version__}: command line, 1 rank(s); reading model and data"
-    assert second == "False True", "torch is not imported yet, and --explain is a setting"
+    assert second == "False True", "torch is not imported yet, and --explain is read"

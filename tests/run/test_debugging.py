@@ -19,8 +19,8 @@ import pytest
 from dap_client import DapClient
 from distributed import run_ranks
 from launch_runs import ROOT, environment
-from megatron_rl.config.batch_plan import check_debug_rank
 from megatron_rl.config.fields import dump_yaml
+from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 from rl_runs import overrides_for, read_records, train
@@ -32,7 +32,7 @@ from pathlib import Path
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.guard import wait_for_debugger
 
-config = wait_for_debugger(load_config(Path(sys.argv[1]), []).config)
+config = wait_for_debugger(load_config(Path(sys.argv[1]), ["--debug-rank", "0"]).config, 1)
 for step in range(1, 4):
     doubled = 2 * step
 print("limit", config.trainer.collective_timeout)
@@ -94,7 +94,8 @@ def test_a_program_waits_for_the_debugger(task: Path, tmp_path: Path) -> None:
     """The program stops at a breakpoint that was set while it waited, and waits no shorter than a week for others."""
     program, output = tmp_path / "program.py", tmp_path / "output"
     program.write_text(PROGRAM)
-    recipe = write_recipe(task, tmp_path / "recipe.yaml", "trainer.debug_rank=0")
+    recipe = write_recipe(task, tmp_path / "recipe.yaml", "--explain", "--debug-rank=1")
+    assert not any(word in recipe.read_text() for word in ("explain:", "debug_rank", "flags"))
     with output.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, str(program), str(recipe)],
@@ -187,13 +188,16 @@ def test_what_cannot_be_debugged_is_refused(task: Path, monkeypatch: pytest.Monk
     """From the config and the size of the job alone, so that every rank refuses before the ranks meet."""
 
     def load(*extra: str) -> None:
-        check_debug_rank(load_config(None, overrides_for(task, task, *extra)).config, 4)
+        config = wait_for_debugger(load_config(None, overrides_for(task, task, *extra)).config, 4)
+        assert config.trainer.collective_timeout == 7 * 24 * 3600
 
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "debugpy" else found(name))
-    load("trainer.debug_rank=3")
-    with pytest.raises(UserError, match="trainer.debug_rank = 4 in a job of 4 ranks"):
-        load("trainer.debug_rank=4")
+    load("--debug-rank", "3")
+    with pytest.raises(UserError, match="--debug-rank 4 in a job of 4 ranks"):
+        load("--debug-rank=4")
+    with pytest.raises(UserError, match="--debug-rank -1"):
+        load("--debug-rank", "-1")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "debugpy" else found(name))
     with pytest.raises(UserError, match=r"needs the package debugpy(.|\n)*pip install debugpy"):
-        load("trainer.debug_rank=3")
+        load("--debug-rank=3")

@@ -147,7 +147,7 @@ def test_spans_of_a_run(
     assert not (tmp_path / "plain/traces").exists() and not collector.spans
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_address[1]}")
     traced = ("observability.traces=otlp", "observability.trace_steps=[2]", "trainer.profile_steps=[2]")
-    watched = ("observability.explain=true", "observability.status_port=0", "trainer.max_silent_steps=9")
+    watched = ("--explain", "observability.status_port=0", "trainer.max_silent_steps=9")
     records = play(task, tmp_path / "traced", *looks, *traced, *watched)
     assert without_machine(records) == without_machine(plain)
     rollouts = [(tmp_path / run / "rollouts/step_2.jsonl").read_text() for run in ("plain", "traced")]

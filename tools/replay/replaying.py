@@ -148,7 +148,6 @@ def make_config(capsule: Capsule, run_dir: Path, overrides: Sequence[str]) -> Ru
         "total_steps": capsule.manifest["plan"]["total_steps"],
         "run_dir": str(run_dir),
         "capture_step": None,
-        "debug_rank": None,
         "test_freq": 0,
         "val_before_train": False,
         "best_metric": None,
