@@ -79,6 +79,7 @@ _EARLIER = {
             *(("clip_cov_low", "clip_cov.low"), ("clip_cov_high", "clip_cov.high")),
         )
     },
+    **each("reward_model.sequence_parallel teachers.*.sequence_parallel", Ignored("frozen models have it, under TP")),
     "observability.console_every": Ignored("the console has a line for each step"),
     "observability.progress_bar": Ignored("bars are drawn on a terminal only"),
     **each(
