@@ -28,6 +28,7 @@ from megatron_rl.compat.kinds import (
     look_up,
     note,
     put,
+    read_boolean,
     same,
 )
 from megatron_rl.compat.name_tables import PATTERNS, refuse_stages
@@ -180,6 +181,7 @@ def _add_host(part: Setting, port: Any) -> Any:
 
 _MOVED = (
     _move(" ".join(_TRACKERS), "observability.trackers", _add_tracker, ObservabilityConfig().trackers),
+    _move("trainer.val_only", "trainer.total_steps", lambda one, steps: 0 if read_boolean(one) else steps),
     _move("algorithm.kl_controller", "algorithm.kl_target", _read_controller),
     _move(
         "algorithm.dynamic_sampling_metric",

@@ -112,9 +112,9 @@ def _check_run(config: CheckedConfig) -> None:
         hint="set trainer.run_dir to that of the run",
     )
     config.require(
-        bool(config.get("data.validation_files")) or not config.get("trainer.val_only"),
-        "trainer.val_only",
-        "without a file to validate on",
+        bool(config.get("data.validation_files")) or config.get("trainer.total_steps") != 0,
+        "trainer.total_steps",
+        "validates, without a file to validate on",
         expected="data.validation_files",
         hint="name a file there",
     )

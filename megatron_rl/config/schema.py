@@ -115,6 +115,7 @@ class LayoutConfig:
 class TrainedConfig(LayoutConfig):
     """A role with an optimizer."""
 
+    # Here it is a choice: memory of activations for gradients that are summed over TP.
     sequence_parallel: bool = option(  # pyright: ignore[reportIncompatibleVariableOverride]
         False, "Megatron's TP sequence parallelism of norms and residuals."
     )
@@ -365,13 +366,14 @@ class RewardModelConfig(LayoutConfig):
 class TrainerConfig:
     """The main loop: its length, validation, saving, seeds and debugging."""
 
-    total_steps: int | None = option(None, "Steps of the main loop; default: from total_epochs.", "steps", ge=1)
+    total_steps: int | None = option(
+        None, "Steps of the main loop; default: from total_epochs. 0: validate once and train nothing.", "steps", ge=0
+    )
     total_epochs: int = option(1, "Passes over the prompts, when total_steps is not given.", "passes", ge=1)
     test_freq: int = option(
         0, "Validate every N steps (0: only before and after training).", "steps", ge=0, hint="0 switches it off"
     )
     val_before_train: bool = option(True, "Validate before the first step.")
-    val_only: bool = option(False, "Validate once and train nothing.")
     critic_warmup: int = option(
         0, "Steps in which only the critic is trained; the actor's decay is laid over the others.", "steps", ge=0
     )

@@ -79,7 +79,10 @@ class SftPlan:
 
 def _check_settings(cfg: RunConfig, is_paired: bool) -> None:
     checked, here = CheckedConfig(cfg), "in supervised fine-tuning"
-    checked.allow("trainer.val_only", False, "and supervised fine-tuning has no validation", "use tools/evaluate.py")
+    why = "validates, and supervised fine-tuning has no validation"
+    checked.require(
+        cfg.trainer.total_steps != 0, "trainer.total_steps", why, expected="steps", hint="use tools/evaluate.py"
+    )
     checked.allow("actor.mtp_lr", 0, f"{here}: the layer learns from responses that the policy samples", "leave it out")
     checked.allow(
         "layout.mode", "given", f"{here}, which the planner does not cover", "give the section actor a layout"

@@ -353,7 +353,7 @@ class Trainer:
         """Yield the number of each remaining step; after each, validate and save if due, and record its metrics."""
         total, trainer, run = self.total_steps, self.config.trainer, self.run
         resumed = self.checkpoints.start()
-        if trainer.val_only:
+        if not total:
             self.validate(resumed or 0)
             run.record(resumed or 0)
             run.finish()

@@ -443,7 +443,7 @@ def _open_locked(
     checkpoint = choose_checkpoint(config.checkpoint.resume, run, is_known, group)
     if is_finished and (checkpoint is None or checkpoint.parent != run.checkpoints):
         raise _refuse(run_dir)
-    if checkpoint is not None and not config.trainer.val_only:
+    if checkpoint is not None and total_steps:
         with failing_together(group):
             step = read_manifest(checkpoint).get("step", 0)
             if step > total_steps or (step == total_steps and is_finished):

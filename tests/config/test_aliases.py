@@ -761,6 +761,13 @@ def test_the_metric_of_dynamic_sampling_is_its_value() -> None:
         assert loaded.config.algorithm.dynamic_sampling is False
 
 
+def test_no_steps_validate_only() -> None:
+    files = ["data.validation_files=v.jsonl"]
+    assert load(*files, "trainer.val_only=true", "trainer.total_steps=7").config.trainer.total_steps == 0
+    assert load(*files, "trainer.val_only=false", "trainer.total_steps=7").config.trainer.total_steps == 7
+    assert load("trainer.val_only=false").config.trainer.total_steps is None
+
+
 def test_the_share_of_tokens_belongs_to_its_loss() -> None:
     both = [f"{ACTOR}.policy_loss.clip_cov_ratio=0.1", f"{ACTOR}.policy_loss.kl_cov_ratio=0.2"]
     for mode, expected in (("clip_cov", 0.1), ("kl_cov", 0.2)):

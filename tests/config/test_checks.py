@@ -80,6 +80,6 @@ def test_a_refused_recipe_value_names_its_line(tmp_path: Path) -> None:
 
 def test_validation_alone_is_no_fine_tuning() -> None:
     """A validation-only run that would train is refused."""
-    config = load_config(None, [*MINIMAL, "data.validation_files=v.jsonl", "trainer.val_only=true"]).config
+    config = load_config(None, [*MINIMAL, "data.validation_files=v.jsonl", "trainer.total_steps=0"]).config
     with pytest.raises(UserError, match="supervised fine-tuning has no validation"):
         SftPlan.build(config, 1)

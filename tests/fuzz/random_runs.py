@@ -380,7 +380,7 @@ def carry_out(found: Draw, task: Path, directory: Path) -> str:
         if any(results):
             _check_refusal(results)
             return f"refused: {results[0][0]}"
-        _check_metrics(directory / "metrics.jsonl", is_validation=found.settings.get("trainer.val_only") is True)
+        _check_metrics(directory / "metrics.jsonl", is_validation=found.settings.get("trainer.total_steps") == 0)
         return "ended"
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -425,7 +425,7 @@ def test_a_validation_whose_environment_keeps_failing_ends_the_run(
 ) -> None:
     """An accuracy of 0 would be misleading; within the limit, failures are counted and worth 0."""
     monkeypatch.setenv("BROKEN", "0:/")
-    settings = [*MULTI[:2], SHORT, "data.validation_limit=4", "trainer.val_only=true"]
+    settings = [*MULTI[:2], SHORT, "data.validation_limit=4", "trainer.total_steps=0"]
     settings += [f"agents.environment={environments}:Broken"]
     (error,) = run_ranks(train, 1, overrides_for(task, tmp_path / "broken", *settings))
     assert error is not None and '4 of 4 episodes of the validation set "validation" failed' in error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""evaluate.py and trainer.val_only give the validation numbers of the run, in any layout and from any kind of weights.
+"""evaluate.py and trainer.total_steps=0 give the numbers of the run's validation, in any layout, from any weights.
 
 Not covered: mixtures of experts, a reward model as the source, GPUs.
 """
@@ -164,9 +164,9 @@ def test_adapters(task: Path, tmp_path: Path, vllm_imported: None) -> None:
     assert run_tool(1, *settings_for(task, tmp_path / "run", *lora)) != [0]
 
 
-def test_val_only(task: Path, trained: Path, tmp_path: Path) -> None:
+def test_no_steps_validate_only(task: Path, trained: Path, tmp_path: Path) -> None:
     """A new run validates its model, a finished one its last checkpoint; nothing is trained and nothing is saved."""
-    only = [*SAMPLES, "trainer.val_only=true", "trainer.test_freq=0"]
+    only = [*SAMPLES, "trainer.total_steps=0", "trainer.test_freq=0"]
     assert run_ranks(train, 1, overrides_for(task, tmp_path / "run", *only), timeout=150) == [None]
     before, *_, after = records = read_records(trained)
     assert read_records(tmp_path / "run") == [{"step": 0, **validation_of(before)}]
