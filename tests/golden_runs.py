@@ -117,7 +117,7 @@ PPO = [
 ]
 STALE = ["algorithm.importance_sampling=token-truncate", "rollout.max_num_seqs=3", "trainer.total_steps=4"]
 APART = ["placement.actor=0", "placement.reference=0", "placement.rollout=1"]
-LORA = ["actor.lora.rank=4", "actor.lora.alpha=32", "checkpoint.save_huggingface=true"]
+LORA = ["actor.lora.rank=4", "actor.lora.alpha=32", "checkpoint.contents=[optimizer,huggingface]"]
 RUNS: dict[str, GoldenRun] = {
     "grpo": GoldenRun(4, layout_overrides(2, 2, 1)),
     "grpo_vllm_tp2": GoldenRun(4, layout_overrides(2, 2, 2)),

@@ -105,7 +105,7 @@ def test_a_run_that_is_watched(task: Path, tmp_path: Path, vllm_imported: None) 
         run_dir,
         "observability.status_port=0",
         "observability.histograms_every=1",
-        "checkpoint.save_huggingface=false",
+        "checkpoint.contents=[optimizer]",
         "trainer.total_steps=3",
     )
     (printed, seen), (silent, _) = run_ranks(_watched_train, 2, overrides, run_dir, timeout=150)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -26,8 +26,8 @@ from megatron_rl.compat.kinds import (
     SameAs,
     each,
     look_up,
+    move,
     note,
-    put,
     read_boolean,
     same,
 )
@@ -36,7 +36,7 @@ from megatron_rl.config.algorithm import KlCovOptions
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.fields import WIDTH, FieldInfo, list_fields, list_options, render, section_classes
 from megatron_rl.config.schema import ACTOR_DECIDES
-from megatron_rl.config.sections import ObservabilityConfig
+from megatron_rl.config.sections import CheckpointConfig, ObservabilityConfig
 from megatron_rl.config.sources import Setting, describe
 from megatron_rl.config.suggestions import unknown_key_error
 from megatron_rl.types import UserError
@@ -80,7 +80,7 @@ _EARLIER = {
             *(("clip_cov_low", "clip_cov.low"), ("clip_cov_high", "clip_cov.high")),
         )
     },
-    **each("reward_model.sequence_parallel teachers.*.sequence_parallel", Ignored("frozen models have it, under TP")),
+    **each("reward_model.sequence_parallel teachers.*.sequence_parallel", Only((True, False), _GONE)),
     "observability.console_every": Ignored("the console has a line for each step"),
     "observability.progress_bar": Ignored("bars are drawn on a terminal only"),
     **each(
@@ -131,26 +131,6 @@ def _merge(earlier: str, target: str) -> AliasGroup:
     return AliasGroup((earlier,), target, combine, reads=(target,), targets={earlier: target})
 
 
-def _move(earlier: str, target: str, change: Callable[[Setting, Any], Any], default: Any = None) -> AliasGroup:
-    """Build the translation of settings of earlier versions that are parts of the value of `target` now.
-
-    Args:
-        earlier: names, separated by spaces.
-        change: (a part that is not null, the value of `target` or `default`) -> the value of `target`.
-    """
-
-    def combine(parts: Parts) -> Combined:
-        found = parts.get(target)
-        for given in (parts[name] for name in earlier.split() if name in parts):
-            if given.value is not None and (found is None or found.layer <= given.layer):
-                value = default if found is None or found.value is None else found.value
-                found = put(given, target, change(given, value))
-        if found is not None:
-            yield found
-
-    return AliasGroup((target, *earlier.split()), target, combine, targets={target: target})
-
-
 def _add_tracker(part: Setting, trackers: Any) -> list[Any]:
     """Return the trackers with those that a setting of earlier versions says, and without others of its kind."""
     known = _TRACKERS[part.name]
@@ -179,11 +159,23 @@ def _add_host(part: Setting, port: Any) -> Any:
     return None if port is None else f"{part.value}:{str(port).rpartition(':')[2]}"
 
 
+def _set_contents(part: Setting, contents: list[str]) -> list[str]:
+    """Return the contents of a checkpoint with or without the one that a switch of earlier versions names."""
+    kind = part.name.rpartition("_")[2]
+    return [one for one in contents if one != kind] + [kind] * read_boolean(part)
+
+
 _MOVED = (
-    _move(" ".join(_TRACKERS), "observability.trackers", _add_tracker, ObservabilityConfig().trackers),
-    _move("trainer.val_only", "trainer.total_steps", lambda one, steps: 0 if read_boolean(one) else steps),
-    _move("algorithm.kl_controller", "algorithm.kl_target", _read_controller),
-    _move(
+    move(
+        "checkpoint.save_optimizer checkpoint.save_huggingface",
+        "checkpoint.contents",
+        _set_contents,
+        CheckpointConfig().contents,
+    ),
+    move(" ".join(_TRACKERS), "observability.trackers", _add_tracker, ObservabilityConfig().trackers),
+    move("trainer.val_only", "trainer.total_steps", lambda one, steps: 0 if read_boolean(one) else steps),
+    move("algorithm.kl_controller", "algorithm.kl_target", _read_controller),
+    move(
         "algorithm.dynamic_sampling_metric",
         "algorithm.dynamic_sampling",
         lambda one, is_on: is_on and one.value,
@@ -195,8 +187,8 @@ _MOVED = (
         _move_share,
         reads=("algorithm.policy_loss",),
     ),
-    _move("observability.status_host", "observability.status_port", _add_host),
-    _move(
+    move("observability.status_host", "observability.status_port", _add_host),
+    move(
         "rollout.async_scheduling",
         "rollout.engine_options",
         lambda part, options: {**options, "async_scheduling": part.value} if isinstance(options, dict) else options,

@@ -122,3 +122,23 @@ def read_boolean(setting: Setting) -> bool:
 def note(setting: Setting, reason: str) -> str:
     """Format the note for a setting without effect; nothing for a default that nobody wrote."""
     return "" if setting.layer == ASSUMED else f"ignored: {describe(setting)}, {reason}"
+
+
+def move(earlier: str, target: str, change: Callable[[Setting, Any], Any], default: Any = None) -> AliasGroup:
+    """Build the translation of settings of earlier versions that are parts of the value of `target` now.
+
+    Args:
+        earlier: names, separated by spaces.
+        change: (a part that is not null, the value of `target` or `default`) -> the value of `target`.
+    """
+
+    def combine(parts: Parts) -> Combined:
+        found = parts.get(target)
+        for given in (parts[name] for name in earlier.split() if name in parts):
+            if given.value is not None and (found is None or found.layer <= given.layer):
+                value = default if found is None or found.value is None else found.value
+                found = put(given, target, change(given, value))
+        if found is not None:
+            yield found
+
+    return AliasGroup((target, *earlier.split()), target, combine, targets={target: target})

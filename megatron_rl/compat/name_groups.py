@@ -18,8 +18,9 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.compat.kinds import AliasGroup, Combined, Parts, look_up, note, put, read_boolean, same
+from megatron_rl.compat.kinds import AliasGroup, Combined, Parts, look_up, move, note, put, read_boolean, same
 from megatron_rl.config.schema import ActorConfig, CriticConfig, DataConfig, LayoutConfig
+from megatron_rl.config.sections import ALL_SETS
 from megatron_rl.config.sources import ASSUMED, COMMAND_LINE, Setting, describe
 from megatron_rl.types import UserError
 
@@ -703,6 +704,18 @@ def _offload_group(prefix: str, role: str) -> AliasGroup:
 _CLIP_RATIO = f"{_ACTOR}.clip_ratio"
 _TRACKERS, _ALWAYS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab"), ("console", "file")
 _ROLES = (("actor_rollout_ref.actor", "actor"), ("critic", "critic"))
+_TOP = "actor_rollout_ref.rollout.val_kwargs.top_p actor_rollout_ref.rollout.val_kwargs.top_k "
+_TOP += "rollout.validation_top_p rollout.validation_top_k"
+
+
+def _set_for_all(part: Setting, sets: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling of validation sets with `top_p` or `top_k` of all sets."""
+    leaf = part.name[-len("top_p") :]
+    value = -1 if leaf == "top_k" and part.value == 0 else part.value  # 0 is verl's -1
+    is_default = same(value, {"top_p": 1.0, "top_k": -1}[leaf])
+    return sets if is_default else sets | {ALL_SETS: sets.get(ALL_SETS, {}) | {leaf: value}}
+
+
 GROUPS: tuple[AliasGroup, ...] = (
     AliasGroup(
         _KL_NAMES,
@@ -726,6 +739,7 @@ GROUPS: tuple[AliasGroup, ...] = (
         targets={_AGGREGATION: "algorithm.loss_agg_mode"},
     ),
     *(_offload_group(prefix, role) for prefix, role in _ROLES),
+    move(_TOP, "rollout.validation_sets", _set_for_all, {}),
     AliasGroup(
         _GROUP_FILTER,
         "algorithm.dynamic_sampling: true, or the metric; score is true, seq_reward and seq_final_reward are reward",

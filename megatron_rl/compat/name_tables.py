@@ -236,8 +236,6 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
     "top_k": Renamed("rollout.top_k", ((0, -1),)),
     "mode": Ignored("rollout and training alternate in one program"),
     "val_kwargs.n": Renamed("rollout.validation_n"),
-    "val_kwargs.top_p": Renamed("rollout.validation_top_p"),
-    "val_kwargs.top_k": Renamed("rollout.validation_top_k", ((0, -1),)),
     "prompt_length": SameAs("data.max_prompt_length"),
     "response_length": SameAs("data.max_response_length"),
     "do_sample": Only((True,), "rollouts are sampled"),

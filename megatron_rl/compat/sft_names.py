@@ -70,7 +70,7 @@ ALIASES: Mapping[str, Alias] = {
     **each(
         "checkpoint.save_contents checkpoint.load_contents trainer.checkpoint.save_contents "
         "trainer.checkpoint.load_contents",
-        Ignored("checkpoint.save_optimizer and checkpoint.save_huggingface decide"),
+        Ignored("checkpoint.contents decides"),
     ),
 }
 _RL = "actor_rollout_ref."

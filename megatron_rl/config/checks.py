@@ -41,7 +41,7 @@ _FEATURES = attrgetter(
     *("data.curriculum", "data.sources", "data.weights", "hybrid.lora", "rollout.engine_options"),
     *("rollout.quantization", "rollout.expert_parallel_size", "rollout.data_parallel_size", "rollout.draft_tokens"),
     *("rollout.bitwise", "rollout.thinking_budget", "rollout.validation_sets", "rollout.top_p", "rollout.top_k"),
-    *("rollout.min_p", "rollout.min_tokens", "rollout.validation_top_p", "rollout.validation_top_k", "agents"),
+    *("rollout.min_p", "rollout.min_tokens", "agents"),
     *("schedule", "teachers", "placement.teachers", "algorithm.distillation", "reference.reset_every"),
     *("observability.trackers", "observability.status_port"),
 )

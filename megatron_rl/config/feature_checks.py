@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.config.checked import CheckedConfig
 from megatron_rl.config.fields import FieldInfo, coerce
 from megatron_rl.config.schema import FULLY_SHARDED, NOT_OWN, TRAINED, RewardModelConfig
-from megatron_rl.config.sections import LONGEST_PERIOD, MISSING, reduce_weights
+from megatron_rl.config.sections import ALL_SETS, LONGEST_PERIOD, MISSING, reduce_weights
 from megatron_rl.extension.registry import name_engines
 from megatron_rl.types import UserError
 
@@ -424,7 +424,7 @@ _EPISODES = ("agents.environment", "agents.tools", "agents.program")
 def check_thinking(config: CheckedConfig) -> None:
     """Refuse a thinking budget, which inserts tokens into responses, with episodes or `trainer.capture_step`."""
     name, budget = "rollout.thinking_budget", config.get("rollout.thinking_budget")
-    sets = (config.get("rollout.for_validation")(one) for one in ("", *config.get("rollout.validation_sets")))
+    sets = (config.get("rollout.for_validation")(one) for one in (ALL_SETS, *config.get("rollout.validation_sets")))
     if budget is None and all(one.thinking_budget is None for one in sets):
         return
     for other in _EPISODES:
@@ -442,9 +442,8 @@ def check_thinking(config: CheckedConfig) -> None:
 
 def check_sampling(config: CheckedConfig) -> None:
     """Check `top_k` and `min_tokens`; refuse truncated sampling if the step mode or the engine does not support it."""
-    for name in ("rollout.top_k", "rollout.validation_top_k"):
-        value = config.get(name)
-        config.require(value == -1 or value > 0, name, "is no number of tokens", expected="> 0, or -1", hint="-1: all")
+    name, top_k = "rollout.top_k", config.get("rollout.top_k")
+    config.require(top_k == -1 or top_k > 0, name, "is no number of tokens", expected="> 0, or -1", hint="-1: all")
     longest = config.get("data.max_response_length")
     config.require(
         0 <= config.get("rollout.min_tokens") <= longest,

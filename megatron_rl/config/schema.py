@@ -107,7 +107,7 @@ class LayoutConfig:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether norms and residuals are split over TP, as those of a frozen model always are."""
+        """Whether norms and residuals are split over TP; those of a frozen model always are."""
         return self.tensor_model_parallel_size > 1
 
 
@@ -274,7 +274,7 @@ class ReferenceConfig:
 
     path: str | None = option(None, "Directory of the reference in HF format; default: model.path.")
     offload: bool = option(False, "Keep the reference's weights on the host except while it scores.")
-    reset_every: int | None = option(None, "Interval of copying the policy to it (ProRL); null: never.", "steps", ge=1)
+    reset_every: int | None = option(None, "Copy the policy to it every N steps (ProRL); null: never.", "steps", ge=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,7 +425,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class Flags:
-    """What the command line asks of one start, and no file contains."""
+    """Flags of the command line for one start, which no file contains."""
 
     explain: bool = False  # print at the start how sizes follow from each other and which kernels are in use
     debug_rank: int | None = None  # rank that waits for a debugger; trainer.collective_timeout becomes a week

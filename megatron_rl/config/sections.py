@@ -199,8 +199,11 @@ class CheckpointConfig:
         "auto: from the newest valid checkpoint in trainer.run_dir, if any; must: end the run if there is none; "
         "never: begin a new run; or a checkpoint directory to start from.",
     )
-    save_optimizer: bool = option(True, "Save all that resuming needs; false: weights only.")
-    save_huggingface: bool = option(True, "Also write the policy in HF format, step_<N>/huggingface (not on a signal).")
+    contents: list[Literal["optimizer", "huggingface"]] = option(
+        ["optimizer", "huggingface"],
+        "Beside the weights: optimizer: all that resuming needs; huggingface: the policy in HF format, "
+        "step_<N>/huggingface (not on a signal).",
+    )
     async_save: bool = option(True, "Write in the background while training continues (one copy in host memory).")
     save_every_minutes: float | None = option(
         30.0,
@@ -208,7 +211,7 @@ class CheckpointConfig:
         "minutes",
         gt=0,
     )
-    keep_last: int | None = option(None, "Keep the newest N checkpoints alone; null: all.", "checkpoints", ge=1)
+    keep_last: int | None = option(None, "Keep only the newest N checkpoints; null: all.", "checkpoints", ge=1)
     allow_changes: list[
         Literal["model", "critic", "reference", "reward_model", "teachers", "train_files", "reward", "plugins"]
     ] = option([], "Inputs that may differ on resuming; an error there says which name it takes.")
@@ -372,6 +375,9 @@ def reduce_weights(weights: Sequence[float]) -> list[int]:
     return [share // math.gcd(*whole) for share in whole]
 
 
+ALL_SETS = "all"  # stands for every validation set in `rollout.validation_sets`
+
+
 @dataclass(frozen=True)
 class ValidationSampling:
     """Sampling of one validation set."""
@@ -436,13 +442,9 @@ class SamplingSettings:
     stop: list[str] = option([], "Texts that end a response; their tokens stay, and rewards read the text before.")
     stop_token_ids: list[int] = option([], "Tokens that end a response besides tokenizer and generation_config.json.")
     validation_temperature: float = option(0.0, "Temperature of validation responses (0: greedy).", ge=0)
-    validation_top_p: float = option(
-        1.0, "top_p of validation responses.", gt=0, le=1, wrong="is no probability", hint="1.0 switches it off"
-    )
-    validation_top_k: int = option(-1, "top_k of validation responses.", "tokens")
     validation_n: int = option(1, "Responses per validation prompt; from 2: mean@k, pass@k, maj@k.", "responses", ge=1)
     validation_sets: dict[str, Any] = option(
-        {}, "Exceptions by set: its name -> any of n, temperature, top_p, top_k, thinking_budget."
+        {}, "Name of a set, or all -> any of n, temperature, top_p, top_k, thinking_budget."
     )
 
     @cached_property
@@ -453,19 +455,13 @@ class SamplingSettings:
     @property
     def is_ever_truncated(self) -> bool:
         """Whether rollouts or validation responses are drawn from a part of the vocabulary."""
-        sets = (self.for_validation(name) for name in (*self.validation_sets, ""))
+        sets = (self.for_validation(name) for name in (*self.validation_sets, ALL_SETS))
         return self.is_truncated or any(one.top_p < 1.0 or one.top_k > 0 for one in sets)
 
     def for_validation(self, name: str) -> ValidationSampling:
         """Return the sampling of a validation set: common settings, overridden by the set's own."""
-        common = ValidationSampling(
-            self.validation_n,
-            self.validation_temperature,
-            self.validation_top_p,
-            self.validation_top_k,
-            self.thinking_budget,
-        )
-        return replace(common, **self.validation_sets.get(name, {}))
+        common = ValidationSampling(self.validation_n, self.validation_temperature, 1.0, -1, self.thinking_budget)
+        return replace(common, **self.validation_sets.get(ALL_SETS, {}) | self.validation_sets.get(name, {}))
 
 
 @dataclass(frozen=True, kw_only=True)

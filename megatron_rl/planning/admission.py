@@ -59,7 +59,8 @@ class Choice:
 
     def settings_of(self, role: RoleSpec, job: Job) -> dict[str, Any]:
         """Return a role's settings by leaf; a string gives roles besides the actor the division that it has."""
-        found = {name: value for name, value in asdict(self).items() if hasattr(role.settings, name)}
+        own = {item.name for item in fields(role.settings)}
+        found = {name: value for name, value in asdict(self).items() if name in own}
         if role.name == "actor":
             return found
         stages = {name: found.pop(name) for name in STAGE_SETTINGS[:-1]}

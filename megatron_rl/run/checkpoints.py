@@ -226,7 +226,7 @@ class Checkpoints:
             dist.all_reduce(is_overdue, dist.ReduceOp.MAX, group=self._group)
         if stays or is_overdue:
             with self._run.timers.phase("save", swallow=True):
-                exports = stays and self._config.checkpoint.save_huggingface
+                exports = stays and "huggingface" in self._config.checkpoint.contents
                 self._save(is_best, self._export if exports else None, is_passing=not stays)
         self._check_failures()
 
@@ -239,7 +239,7 @@ class Checkpoints:
         self._saver.save(
             content,
             self._state.roles,
-            with_optimizer=self._config.checkpoint.save_optimizer,
+            with_optimizer="optimizer" in self._config.checkpoint.contents,
             is_best=is_best,
             export=export,
             rank_state=rank_state,

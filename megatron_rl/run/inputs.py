@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.files import find_model_files
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import REWARD_MODEL, RunConfig
-from megatron_rl.config.sections import DataConfig
+from megatron_rl.config.sections import ALL_SETS, DataConfig
 from megatron_rl.data.prompts import PromptSet, load_prompts, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.extension.registry import HUB
@@ -263,12 +263,12 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     else:
         train, validation, notes = read_prompts(config, tokenizer, reward_plans[""])
     for name in rollout.validation_sets:
-        if name not in validation:
+        if name not in (ALL_SETS, *validation):
             raise UserError(
                 f"there is no validation set {name!r}",
                 source="rollout.validation_sets",
                 expected=f"of {', '.join(validation) or 'none: data.validation_files is empty'}",
-                hint="a set is called after its file",
+                hint=f"a set is called after its file; {ALL_SETS} stands for all of them",
             )
     plan = BatchPlan.build(config, world_size, spec, len(train.prompts))
     if any(reward_plan.takes_groups for reward_plan in reward_plans.values()):
@@ -311,7 +311,7 @@ def _read_stop(strings: Sequence[str], tokenizer: Tokenizer) -> StopStrings | No
 def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
     """Return the delimiters of a response's reasoning; `None` without `rollout.thinking_budget`."""
     rollout, longest = config.rollout, config.data.max_response_length
-    budgets = [rollout.for_validation(name).thinking_budget for name in (*rollout.validation_sets, "")]
+    budgets = [rollout.for_validation(name).thinking_budget for name in (*rollout.validation_sets, ALL_SETS)]
     known = [budget for budget in (rollout.thinking_budget, *budgets) if budget is not None]
     if not known:
         return None

@@ -336,9 +336,7 @@ def test_a_capture_that_is_cut_off_leaves_no_capsule(
     task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Killed in an update of the captured step; the run is started again and captures it whole."""
-    overrides = overrides_for(
-        task, tmp_path / "run", *COMMON, "trainer.save_freq=1", "checkpoint.save_huggingface=false"
-    )
+    overrides = overrides_for(task, tmp_path / "run", *COMMON, "trainer.save_freq=1", "checkpoint.contents=[optimizer]")
     assert kill(2, overrides, Blow("update", entry=7, rank=0))
     capsule = tmp_path / "run/capsules/step_2"
     assert not capsule.exists() and (capsule.parent / "step_2.partial/state/step_1/manifest.json").exists()

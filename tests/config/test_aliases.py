@@ -761,6 +761,15 @@ def test_the_metric_of_dynamic_sampling_is_its_value() -> None:
         assert loaded.config.algorithm.dynamic_sampling is False
 
 
+def test_switches_of_contents_and_sampling_of_all_sets() -> None:
+    loaded = load("checkpoint.save_huggingface=false", "rollout.validation_top_p=1", "rollout.validation_top_k=-1")
+    assert loaded.config.checkpoint.contents == ["optimizer"] and loaded.config.rollout.validation_sets == {}
+    loaded = load("rollout.validation_sets={a: {n: 2}}", "rollout.validation_top_p=0.9", "rollout.validation_top_k=5")
+    assert loaded.config.rollout.validation_sets == {"a": {"n": 2}, "all": {"top_p": 0.9, "top_k": 5}}
+    drawn = loaded.config.rollout.for_validation("a")
+    assert (drawn.n, drawn.top_p, drawn.top_k, loaded.notes) == (2, 0.9, 5, [])
+
+
 def test_no_steps_validate_only() -> None:
     files = ["data.validation_files=v.jsonl"]
     assert load(*files, "trainer.val_only=true", "trainer.total_steps=7").config.trainer.total_steps == 0

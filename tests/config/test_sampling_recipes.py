@@ -24,13 +24,16 @@ VERL = [
     "data.train_batch_size=8",
 ]
 PAGE = Path(__file__).resolve().parents[2] / "docs/migrating.md"
-_OURS = {("TRL", "top_k", "0"): -1}  # a value that is called otherwise
+_OURS = {
+    ("TRL", "top_k", "0"): -1,
+    ("slime", "--eval-top-p", "0.7"): {"all": {"top_p": 0.7}},
+}  # a value that is called otherwise
 
 RECIPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dapo": (
         "verl",
         {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "val_kwargs.top_p": 0.7, "val_kwargs.top_k": -1},
-        {"validation_top_p": 0.7},
+        {"validation_sets": {"all": {"top_p": 0.7}}},
     ),
     "qwen3": (
         "verl",
@@ -48,7 +51,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "top_p": 0.95,
             "top_k": 20,
             "validation_temperature": 0.6,
-            "validation_top_k": 20,
+            "validation_sets": {"all": {"top_k": 20}},
             "validation_n": 16,
         },
     ),
@@ -73,7 +76,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "stop_token_ids": [7, 9],
             "validation_n": 16,
             "validation_temperature": 0.6,
-            "validation_top_p": 0.7,
+            "validation_sets": {"all": {"top_p": 0.7}},
         },
     ),
     "openrlhf": (
@@ -116,8 +119,7 @@ def test_a_recipe_keeps_its_meaning(name: str) -> None:
         stop=[],
         stop_token_ids=[],
         validation_temperature=0.0,
-        validation_top_p=1.0,
-        validation_top_k=-1,
+        validation_sets={},
         validation_n=1,
     )
     assert {key: getattr(rollout, key) for key in defaults} == defaults | expected

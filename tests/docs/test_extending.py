@@ -106,7 +106,7 @@ def test_all_of_them_train_together(examples: Path, tmp_path: Path) -> None:
     overrides = [
         *(argument.replace("my_", f"{examples}/my_") for argument in arguments),
         "hybrid.verify=full",
-        "checkpoint.save_huggingface=false",
+        "checkpoint.contents=[optimizer]",
         "trainer.save_final=false",
         "data.max_response_length=4",
         "data.validation_files=[]",

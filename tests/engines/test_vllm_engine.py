@@ -185,7 +185,7 @@ MODES = [  # settings; on a GPU: eager, async scheduling, VLLM_USE_V2_MODEL_RUNN
     ({}, (True, True, "1"), "eager, async scheduling on, model runner v2 with its Triton sampler", ""),
     ({"model_runner": "v1"}, (True, False, "0"), ON_CPU, ""),
     (
-        {"enforce_eager": False, "validation_top_p": 0.9},
+        {"enforce_eager": False, "validation_sets": {"all": {"top_p": 0.9}}},
         (False, False, "0"),
         "compiled with CUDA graphs (1 compiled models are kept in CACHE/torch_compile_cache), async scheduling off, "
         "model runner v1, which truncated sampling needs",

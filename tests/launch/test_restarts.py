@@ -30,7 +30,7 @@ SETTINGS = [
     "trainer.save_freq=1",
     "trainer.test_freq=5",
     "checkpoint.keep_last=2",
-    "checkpoint.save_huggingface=false",
+    "checkpoint.contents=[optimizer]",
     *layout_overrides(2, 1, 1),
 ]
 

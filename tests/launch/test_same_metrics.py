@@ -165,7 +165,7 @@ def test_two_hosts(hosts: tuple[Host, Host], recipe: Path, reference: list[dict]
 def test_a_cut_cable(hosts: tuple[Host, Host], recipe: Path, reference: list[dict], tmp_path: Path) -> None:
     """The link is lost after the first step: one error names waiting and missing ranks. Later, the run continues."""
     run_dir, metrics = tmp_path / "run", tmp_path / "run/metrics.jsonl"
-    overrides = ("trainer.collective_timeout=15", "trainer.save_freq=1", "checkpoint.save_huggingface=false")
+    overrides = ("trainer.collective_timeout=15", "trainer.save_freq=1", "checkpoint.contents=[optimizer]")
     with train_on(hosts, recipe, run_dir, *overrides, restarts=2) as processes:
         wait_for(lambda: (run_dir / "checkpoints/step_1/SHA256SUMS").exists(), processes, 240)
         hosts[0].set_link("down")

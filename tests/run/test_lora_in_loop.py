@@ -41,7 +41,7 @@ def run(task: Path, run_dir: Path, world_size: int, *extra: str) -> list[dict]:
 def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported: None) -> Path:
     """The run that nobody disturbs, on two ranks."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    run(task, run_dir, 2, "checkpoint.save_huggingface=true", *layout_overrides(2, 1, 1))
+    run(task, run_dir, 2, "checkpoint.contents=[optimizer,huggingface]", *layout_overrides(2, 1, 1))
     return run_dir
 
 
@@ -149,7 +149,9 @@ def test_a_critic_and_supervised_fine_tuning(task: Path, tmp_path: Path, vllm_im
     losses = [record["value/loss"] for record in records if "value/loss" in record]
     assert losses[-1] < losses[0]
     run_ranks(
-        fine_tune, 1, sft_overrides(task, *LORA, f"trainer.run_dir={tmp_path}/sft", "checkpoint.save_huggingface=true")
+        fine_tune,
+        1,
+        sft_overrides(task, *LORA, f"trainer.run_dir={tmp_path}/sft", "checkpoint.contents=[optimizer,huggingface]"),
     )
     adapters = tmp_path / "sft/checkpoints/latest/huggingface"
     assert set(load_file(adapters / "adapter_model.safetensors")) >= {

@@ -25,7 +25,12 @@ from tools.conversion.conversion import CheckpointWeights, convert_to_huggingfac
 from tools.conversion.units import Workers
 
 PP2 = layout_overrides(1, 2, 1)
-SETTINGS = ["rollout.engine=hf", "data.validation_files=[]", "trainer.save_freq=1", "checkpoint.save_huggingface=true"]
+SETTINGS = [
+    "rollout.engine=hf",
+    "data.validation_files=[]",
+    "trainer.save_freq=1",
+    "checkpoint.contents=[optimizer,huggingface]",
+]
 MTP = ["actor.mtp_lr=1e-2"]
 
 

@@ -39,7 +39,9 @@ def test_the_loop_of_the_page_is_the_trainer(task: Path, tmp_path: Path, vllm_im
     assert len(read_loop().splitlines()) <= 36
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        yaml.safe_dump(load_nested(overrides_for(task, tmp_path / "run", *LAYOUT, "checkpoint.save_huggingface=true")))
+        yaml.safe_dump(
+            load_nested(overrides_for(task, tmp_path / "run", *LAYOUT, "checkpoint.contents=[optimizer,huggingface]"))
+        )
     )
     (tmp_path / "first").mkdir()
     entry = partial(run_script, ROOT / "launch/pretrain_grpo.py", recipe)

@@ -23,18 +23,16 @@ from megatron_rl.training.roles.frozen import RewardModel, add_model_scores
 from tiny_models import draw_tokens, save_tiny_model
 
 FAMILIES = ["qwen2", "llama"]
-SP = dict(sequence_parallel=True)
 LAYOUTS = {
     "single": Case(),
     "tp2": Case(2, dict(tp_size=2)),
-    "tp2-sp": Case(2, dict(tp_size=2), SP),
     "pp2": Case(2, dict(pp_size=2)),
     "dp2": Case(2),
     "pp2-vpp2": Case(2, dict(pp_size=2, vpp_size=2, chunk_layers=(0, 1, 2, 1))),
-    "tp2-pp2-sp": Case(4, dict(tp_size=2, pp_size=2), SP),
+    "tp2-pp2": Case(4, dict(tp_size=2, pp_size=2)),
     "tp2-dp2": Case(4, dict(tp_size=2)),
     "pp2-dp2": Case(4, dict(pp_size=2)),
-    "cp2-tp2-sp": Case(4, dict(tp_size=2, cp_size=2), SP),
+    "cp2-tp2": Case(4, dict(tp_size=2, cp_size=2)),
     "pp2-dp2-zero3": Case(4, dict(pp_size=2), dict(zero_stage=3)),
 }
 
@@ -138,6 +136,6 @@ def _score_offloaded(rank: int, world_size: int, case: Case, path: Path) -> Any:
 
 def test_offloaded_weights_score_the_same(paths: dict[str, Path]) -> None:
     """They are empty before and after; that a device's memory shrinks is for a GPU to show."""
-    for results, (kept, offloaded) in run_ranks(_score_offloaded, 2, LAYOUTS["tp2-sp"], paths["qwen2"], timeout=60):
+    for results, (kept, offloaded) in run_ranks(_score_offloaded, 2, LAYOUTS["tp2"], paths["qwen2"], timeout=60):
         assert kept > 0 and offloaded == 0
         assert all(torch.equal(result, results[0]) for result in results)

@@ -114,7 +114,7 @@ def train(arm: str, seed: int, task: Path, options: argparse.Namespace) -> dict[
             f"trainer.test_freq={TEST_FREQ}",
             f"trainer.seed={seed}",
             f"trainer.run_dir={directory}",
-            "checkpoint.save_huggingface=false",
+            "checkpoint.contents=[optimizer]",
         ]
         recipe = "launch/recipes/toy_arithmetic.yaml"
         run("pretrain_grpo.py", [recipe, *settings, *ARMS[arm]], options.out / f"{arm}_{seed}.log")
