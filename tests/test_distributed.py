@@ -111,18 +111,16 @@ def test_all_failing_ranks_are_reported() -> None:
     assert all(f"parameter of rank {rank}" in str(caught.value) for rank in range(3))
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    # A library in the parent may have its own handler for segmentation faults.
-    [("SIGKILL", "rank 1 was killed by SIGKILL"), ("SIGSEGV", "Segmentation fault|rank 1 was killed by SIGSEGV")],
-)
-def test_a_rank_killed_by_a_signal_is_named(name: str, expected: str) -> None:
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
+def test_a_rank_killed_by_a_signal_is_named(name: str) -> None:
     def die(rank: int, world_size: int) -> None:
         if rank == 1:
+            if name == "SIGSEGV":  # a library that the parent imported may have a handler that returns
+                signal.signal(signal.SIGSEGV, signal.SIG_DFL)
             os.kill(os.getpid(), getattr(signal, name))
         dist.barrier()
 
-    with pytest.raises(AssertionError, match=expected):
+    with pytest.raises(AssertionError, match=f"rank 1 was killed by {name}"):
         run_ranks(die, 2)
 
 

@@ -107,7 +107,7 @@ class LayoutConfig:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether norms and residuals are split over TP; those of a frozen model always are."""
+        """Whether norms and residuals are split over TP; in a frozen model, wherever there is TP."""
         return self.tensor_model_parallel_size > 1
 
 

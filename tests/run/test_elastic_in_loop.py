@@ -94,7 +94,7 @@ def wait_for_engines(front: Front, count: int) -> None:
 
 
 def disturb(act: Callable[[], Any], count: int = 2) -> Callable[[], None]:
-    """Return a preparation of a rank: `act` once all engines generate in the second step; await all in the third."""
+    """Return a preparation of a rank: `act` once all engines generate, from step 2 on; await all in step 3."""
 
     def prepare() -> None:
         real, acted = Front.step, []
@@ -102,7 +102,7 @@ def disturb(act: Callable[[], Any], count: int = 2) -> Callable[[], None]:
         def step(front: Front) -> Any:
             if front._updates == 1 or acted and front._updates == 3:
                 wait_for_engines(front, count)
-            elif front._updates == 2 and not acted and sum(bool(member.running) for member in front._members) == count:
+            elif front._updates >= 2 and not acted and sum(bool(member.running) for member in front._members) == count:
                 acted.append(act())
             return real(front)
 
