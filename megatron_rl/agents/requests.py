@@ -135,7 +135,7 @@ def read_generate(body: Mapping[str, Any], temperature: float, stop_token_ids: t
     if body.get("stream"):
         raise BadRequest("stream: tokens come in one answer here; leave it out", "stream")
     if further := [token for token in params.get("stop_token_ids") or [] if token not in stop_token_ids]:
-        raise BadRequest(f"stop_token_ids {further}: rollout.stop_token_ids decides this", "stop_token_ids")
+        raise BadRequest(f"stop_token_ids {further}: rollout.stop decides this", "stop_token_ids")
     return _read_tokens(body.get("token_ids"), "token_ids")
 
 

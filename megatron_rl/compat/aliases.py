@@ -34,7 +34,7 @@ from megatron_rl.compat.kinds import (
 from megatron_rl.compat.name_tables import PATTERNS, refuse_stages
 from megatron_rl.config.algorithm import KlCovOptions
 from megatron_rl.config.checked import Mistakes
-from megatron_rl.config.fields import WIDTH, FieldInfo, list_fields, list_options, render, section_classes
+from megatron_rl.config.fields import WIDTH, FieldInfo, coerce, list_fields, list_options, render, section_classes
 from megatron_rl.config.schema import ACTOR_DECIDES
 from megatron_rl.config.sections import CheckpointConfig, ObservabilityConfig
 from megatron_rl.config.sources import Setting, describe
@@ -165,6 +165,12 @@ def _set_contents(part: Setting, contents: list[str]) -> list[str]:
     return [one for one in contents if one != kind] + [kind] * read_boolean(part)
 
 
+def _add_tokens(part: Setting, stop: Any) -> list[Any]:
+    """Return `rollout.stop` with the token ids of a setting of earlier versions at its end."""
+    tokens = coerce(FieldInfo(part.name, list[int], [], "", ""), part.value, part.source)
+    return [*(stop if isinstance(stop, list) else [stop]), *tokens]
+
+
 _MOVED = (
     move(
         "checkpoint.save_optimizer checkpoint.save_huggingface",
@@ -173,6 +179,7 @@ _MOVED = (
         CheckpointConfig().contents,
     ),
     move(" ".join(_TRACKERS), "observability.trackers", _add_tracker, ObservabilityConfig().trackers),
+    move("rollout.stop_token_ids", "rollout.stop", _add_tokens, []),
     move("trainer.val_only", "trainer.total_steps", lambda one, steps: 0 if read_boolean(one) else steps),
     move("algorithm.kl_controller", "algorithm.kl_target", _read_controller),
     move(

@@ -40,6 +40,7 @@ SIMPLE_TYPES: dict[Any, str] = {
     str: "text",
     list[str]: "list of texts",
     list[int]: "list of integers",
+    list[int | str]: "list of integers and texts",
     list[float]: "list of numbers",
 }
 _TEXTS = (str, bool | str, int | str)
@@ -259,7 +260,8 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     items, (item_kind,) = value if isinstance(value, list) else [value], typing.get_args(kind)
     if item_kind is float:
         items = [_convert_number(item) for item in items]
-    return list(items) if all(_is_integer(i) if item_kind is int else type(i) is item_kind for i in items) else _REFUSED
+    kinds = typing.get_args(item_kind) or (item_kind,)
+    return list(items) if all(type(i) in kinds and (type(i) is not int or _is_integer(i)) for i in items) else _REFUSED
 
 
 def _convert_number(value: Any) -> Any:

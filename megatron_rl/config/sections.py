@@ -439,8 +439,9 @@ class SamplingSettings:
         "tokens",
         ge=1,
     )
-    stop: list[str] = option([], "Texts that end a response; their tokens stay, and rewards read the text before.")
-    stop_token_ids: list[int] = option([], "Tokens that end a response besides tokenizer and generation_config.json.")
+    stop: list[int | str] = option(
+        [], "Texts and token ids that end a response and stay in it; rewards read what is before such a text."
+    )
     validation_temperature: float = option(0.0, "Temperature of validation responses (0: greedy).", ge=0)
     validation_n: int = option(1, "Responses per validation prompt; from 2: mean@k, pass@k, maj@k.", "responses", ge=1)
     validation_sets: dict[str, Any] = option(

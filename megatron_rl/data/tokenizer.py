@@ -202,7 +202,7 @@ def find_stop_tokens(
     """Return the token ids that end a response: EOS, those in the model's generation_config.json, and `further`.
 
     Args:
-        further: `rollout.stop_token_ids`.
+        further: the token ids of `rollout.stop`.
 
     Raises:
         UserError: the file cannot be read, or an id is not in the vocabulary.
@@ -220,7 +220,7 @@ def find_stop_tokens(
     ids = [] if listed is None else listed if isinstance(listed, list) else [listed]
     for names, source, hint in (
         (ids, str(file), "the file belongs to another model: copy it again, or delete it"),
-        (further, "rollout.stop_token_ids", "look them up in the tokenizer of this model"),
+        (further, "rollout.stop", "look them up in the tokenizer of this model"),
     ):
         for found in names:
             if type(found) is not int or not 0 <= found < vocab_size:
@@ -241,7 +241,7 @@ def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer) -> None:
                 f"the text {string!r} never is in a response: its tokens are {tokenizer.encode(string)}",
                 source="rollout.stop",
                 expected="a text that the tokenizer writes and reads",
-                hint="special tokens have no text: name their ids in rollout.stop_token_ids",
+                hint="special tokens have no text: give its id, a number, in rollout.stop",
             )
 
 

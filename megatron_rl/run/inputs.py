@@ -251,10 +251,10 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
         reward_plans = {"": read_reward(config, parts)}
     roles, tokenizer = read_rl_models(config, spec, world_size)
     noted = note_models(config, roles, config.rollout.engine)
-    policy = roles["actor"].shape
     rollout, files = config.rollout, find_model_files(config.model.path)
-    stop_token_ids = find_stop_tokens(tokenizer, files, policy.vocab_size, rollout.stop_token_ids)
-    stop = _read_stop(rollout.stop, tokenizer)
+    ids, texts = [s for s in rollout.stop if isinstance(s, int)], [s for s in rollout.stop if isinstance(s, str)]
+    stop_token_ids = find_stop_tokens(tokenizer, files, roles["actor"].shape.vocab_size, ids)
+    stop = _read_stop(texts, tokenizer)
     if config.data.sources:
         from megatron_rl.run.mixed_inputs import read_mixture
 

@@ -439,6 +439,10 @@ def test_settings_that_are_gone_are_read_where_they_say_what_is_done(tmp_path: P
             "rollout.engine_options",
             {"block_size": 16, "async_scheduling": True},
         ),
+        ("rollout: {stop: [], stop_token_ids: []}", [], "rollout.stop", []),
+        ("rollout: {stop: ['7'], stop_token_ids: [7]}", [], "rollout.stop", ["7", 7]),
+        ("rollout: {stop_token_ids: [7]}", ['rollout.stop=[8,"8"]'], "rollout.stop", [8, "8"]),
+        ("rollout: {stop: x}", ["rollout.stop_token_ids=9"], "rollout.stop", ["x", 9]),
     ],
 )
 def test_settings_of_an_earlier_run_that_are_parts_of_others_now(

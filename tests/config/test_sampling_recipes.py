@@ -72,8 +72,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "temperature": 0.8,
             "top_p": 0.9,
             "top_k": 50,
-            "stop": ["</answer>"],
-            "stop_token_ids": [7, 9],
+            "stop": ["</answer>", 7, 9],
             "validation_n": 16,
             "validation_temperature": 0.6,
             "validation_sets": {"all": {"top_p": 0.7}},
@@ -108,7 +107,10 @@ def test_a_recipe_keeps_its_meaning(name: str) -> None:
             None, [*VERL, *(f"actor_rollout_ref.rollout.{key}={value}" for key, value in theirs.items())]
         )
     else:
-        ours = {find_setting(system, key): _OURS.get((system, key, str(value)), value) for key, value in theirs.items()}
+        ours: dict[str, Any] = {}
+        for key, value in theirs.items():
+            name, value = find_setting(system, key), _OURS.get((system, key, str(value)), value)
+            ours[name] = [*ours.get(name, []), *value] if isinstance(value, list) else value
         loaded = load_config(None, [*MINIMAL, *(f"{key}={value}" for key, value in ours.items())])
     rollout = loaded.config.rollout
     defaults = dict(
@@ -117,7 +119,6 @@ def test_a_recipe_keeps_its_meaning(name: str) -> None:
         top_k=-1,
         min_p=0.0,
         stop=[],
-        stop_token_ids=[],
         validation_temperature=0.0,
         validation_sets={},
         validation_n=1,

@@ -304,6 +304,7 @@ def _draw_value(rng: random.Random, info: FieldInfo) -> Any:
         int: [0, 1, 1, 2, 2, 3, 4, 8, -1, *numbers],
         float: [0.0, 0.1, 0.3, 0.5, 0.5, 0.9, 1.0, 2.0, -1.0, 1e9, *numbers],
         list[int]: [[], [1], [32, 64], [0]],
+        list[int | str]: [[], [1], ["1"], [7, "x"]],
         list[float]: [[], [0.5], [0.0, 1.0]],
     }
     return rng.choice(values[info.kind])

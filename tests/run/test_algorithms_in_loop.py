@@ -354,12 +354,14 @@ def test_estimator_and_loss_of_the_users_own(
 def test_reward_models_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_imported: None) -> None:
     """A random reward model on two TP ranks, one on each rank, offloaded, and a function; each has its component.
 
-    Validation draws three responses per prompt. A response ends with the token that completes a stop string, and the
-    function reads the text before it.
+    Validation draws three responses per prompt. A response ends with a stop token, or the token that completes a stop
+    string, and the function reads the text before the string.
     """
     vocab = json.loads((task / "model/config.json").read_text())["vocab_size"]
     for name, family in (("rm", "qwen2"), ("safety", "llama")):
         save_tiny_model(tmp_path / name, family, **ENGINE_SIZES, vocab_size=vocab, num_hidden_layers=2, num_labels=1)
+    tokenizer = load_tokenizer(task / "model")
+    (seven,) = tokenizer.encode("7")
     extra = [
         f"reward_model.path={tmp_path}/rm",
         "reward_model.tensor_model_parallel_size=2",
@@ -368,7 +370,7 @@ def test_reward_models_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_impor
         f"reward.components=[2.0 model, -0.75 model:safety, 0.5 {task}/reward.py:score]",
         "reward.overlong_buffer_length=4",
         "rollout.validation_sets={validation: {n: 3, temperature: 1.0}}",
-        "rollout.stop=['=', '+1']",
+        f"rollout.stop=['=', {seven}, '+1']",
         "trainer.best_metric=validation/validation/pass@3",
         "trainer.log_rollouts=-1",
         "trainer.total_steps=1",
@@ -379,7 +381,6 @@ def test_reward_models_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_impor
     assert record["reward/mean"] == pytest.approx(expected) and record["reward/overlong"] < 0
     rows = [json.loads(line) for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines()]
     assert len({round(row["reward_components"]["model"], 6) for row in rows}) > 16, "scores differ between responses"
-    tokenizer = load_tokenizer(task / "model")
     for name, folder in (("model", "rm"), ("safety", "safety")):
         judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / folder, dtype=torch.float64)
         for row in rows[::4]:
@@ -388,6 +389,9 @@ def test_reward_models_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_impor
             assert row["reward_components"][name] == pytest.approx(score, abs=1e-5, rel=0)
     stopped = [row for row in rows if row["response"].endswith(("=", "+1"))]
     assert len(stopped) > 3 and {row["finish_reason"] for row in stopped} == {"stop"}
+    ended = [row for row in rows if seven in row["tokens"]]
+    assert ended and all(row["tokens"].index(seven) == len(row["tokens"]) - 1 for row in ended)
+    assert {row["finish_reason"] for row in ended} == {"stop"} and all("7" in row["response"] for row in ended)
     for row in rows:
         text = row["response"].removesuffix("=").removesuffix("+1")
         assert "=" not in text and "+1" not in text
