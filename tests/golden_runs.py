@@ -243,6 +243,7 @@ RUNS: dict[str, GoldenRun] = {
             "algorithm.distillation.k=4",
             "teachers.other.path={task}/other",
             "teachers.other.tensor_model_parallel_size=2",
+            "teachers.other.sequence_parallel=true",
         ],
     ),
     "moe_replayed": GoldenRun(

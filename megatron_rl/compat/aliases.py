@@ -80,7 +80,6 @@ _EARLIER = {
             *(("clip_cov_low", "clip_cov.low"), ("clip_cov_high", "clip_cov.high")),
         )
     },
-    **each("reward_model.sequence_parallel teachers.*.sequence_parallel", Only((True, False), _GONE)),
     "observability.console_every": Ignored("the console has a line for each step"),
     "observability.progress_bar": Ignored("bars are drawn on a terminal only"),
     **each(

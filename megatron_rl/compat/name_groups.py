@@ -792,5 +792,8 @@ GROUPS: tuple[AliasGroup, ...] = (
     ),
     *(group(f"{prefix}.optim", role) for group in (betas_group, rate_group) for prefix, role in _ROLES),
     *(lora_group(prefix, role) for prefix, role in (("actor_rollout_ref.model", "actor"), ("critic.model", "critic"))),
-    *(sequence_parallel_group(f"{prefix}.megatron", role) for prefix, role in _ROLES),
+    *(
+        sequence_parallel_group(f"{prefix}.megatron", role)
+        for prefix, role in (*_ROLES, ("reward_model", "reward_model"))
+    ),
 )

@@ -77,15 +77,12 @@ def megatron_names(role: str) -> dict[str, Alias]:
     names |= {f"megatron.{leaf}": leaf for leaf in LAYOUT_LEAVES}
     names |= {f"megatron.override_transformer_config.{leaf}": leaf for leaf in STAGE_SETTINGS[1:]}
     refused = {} if role == "actor" else refuse_stages(role)
-    is_frozen = role == "reward_model"
-    shared = Ignored("frozen models have it, under TP") if is_frozen else SameAs(f"{role}.sequence_parallel")
     return {
         "megatron.forward_only": Ignored(MEGATRON),
         "megatron.dtype": Ignored("model.dtype decides"),
         "megatron.use_distributed_optimizer": Ignored("this role has no optimizer"),
         "megatron.override_transformer_config.recompute_granularity": Ignored("only a backward pass recomputes"),
-        "megatron.override_transformer_config.sequence_parallel": shared,
-        **({"megatron.sequence_parallel": shared} if is_frozen else {}),
+        "megatron.override_transformer_config.sequence_parallel": SameAs(f"{role}.sequence_parallel"),
         "megatron.use_megatron_fsdp": Ignored(FSDP),
         "megatron.dynamic_context_parallel": Only((False,), "there is no context parallelism by length"),
         **each("megatron.max_seqlen_per_dp_cp_rank megatron.pad_bshd_to_minibatch_max", Ignored(PACKED)),

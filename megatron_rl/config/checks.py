@@ -269,13 +269,13 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
 
 def _find_in_role(config: RunConfig, section: str) -> Iterator[tuple[Any, ...]]:
     role, prompts = config.section(section), f"{section}.share_prompts"
+    name = f"{section}.tensor_model_parallel_size"
+    yield role.tensor_model_parallel_size == 1, f"{section}.sequence_parallel", f"{name} is 1"
     name = f"{section}.pipeline_model_parallel_size"
     for leaf in STAGE_SETTINGS:
         yield role.pipeline_model_parallel_size == 1, f"{section}.{leaf}", f"{name} is 1"
     if section not in TRAINED:
         return
-    name = f"{section}.tensor_model_parallel_size"
-    yield role.tensor_model_parallel_size == 1, f"{section}.sequence_parallel", f"{name} is 1"
     if getattr(role, "mtp_lr", 0):
         yield True, prompts, f"{section}.mtp_lr: a shared row has no single token behind it", False
     elif role.share_prompts == "tree":

@@ -387,6 +387,15 @@ def _check_further(config: CheckedConfig) -> None:
                     expected="a name of letters, digits, _ and -, a path, and settings of the section reward_model",
                     hint=f"e.g. {setting}={{safety: {{path: models/safety, offload: true}}}}",
                 )
+    for name in config.get(setting):
+        part = f"{setting}.{name}.sequence_parallel"
+        config.require(
+            not config.get(part) or config.get(f"{setting}.{name}.tensor_model_parallel_size") > 1,
+            part,
+            "with one tensor parallel rank",
+            expected="false",
+            hint=f"set {part}=false",
+        )
 
 
 def _check_validation_sets(config: CheckedConfig) -> None:

@@ -91,6 +91,7 @@ class LayoutConfig:
     expert_tensor_parallel_size: int | None = option(
         None, "Ranks that share each matrix of an expert (ETP), 1 or TP; default: TP.", "ranks", ge=1
     )
+    sequence_parallel: bool = option(False, "Megatron's TP sequence parallelism of norms and residuals.")
     max_tokens_per_microbatch: int = option(4096, "Token budget of a forward/backward on a DP rank.", "tokens", ge=1)
     logprob_chunk_tokens: int | None = option(
         None, "Tokens whose logits exist at once; default: 512, on GPUs up to 8192 by their memory.", "tokens", ge=1
@@ -105,20 +106,11 @@ class LayoutConfig:
         None, "Stage 3 of any role: ranks that a replica is sharded over (HSDP); default: all.", "ranks", ge=1
     )
 
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether norms and residuals are split over TP; in a frozen model, wherever there is TP."""
-        return self.tensor_model_parallel_size > 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedConfig(LayoutConfig):
     """A role with an optimizer."""
 
-    # Here it is a choice: memory of activations for gradients that are summed over TP.
-    sequence_parallel: bool = option(  # pyright: ignore[reportIncompatibleVariableOverride]
-        False, "Megatron's TP sequence parallelism of norms and residuals."
-    )
     lora: LoraConfig = LoraConfig()
     recompute_granularity: Literal["none", "selective", "full", "offload"] = option(
         "none", "Recomputation: none, core attention only, whole layers, or these with inputs on the host (offload)."
@@ -490,7 +482,10 @@ class RunConfig:
         if first == "data" and inner:
             return section.sources[inner.partition(".")[2]]
         if first == "reward_model" and inner:
-            return replace(section, **{"further": {}, **section.further[inner.partition(".")[2]]})
+            given = {"further": {}, **section.further[inner.partition(".")[2]]}
+            if given.get("tensor_model_parallel_size") == 1:
+                given.setdefault("sequence_parallel", False)
+            return replace(section, **given)
         return section[inner] if inner else section
 
     def with_sections(self, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:

@@ -30,6 +30,7 @@ def test_defaults_pass() -> None:
     [
         (["trainer.test_freq=100"], "trainer.test_freq", 0),
         (["actor.sequence_parallel=true"], "actor.sequence_parallel", False),
+        (["reward_model.sequence_parallel=true"], "reward_model.sequence_parallel", False),
         ([f"{VPP}=2"], VPP, None),
         (["algorithm.kl_target=0.1"], "algorithm.kl_target", None),
         (["algorithm.kl_in=reward"], "algorithm.kl_in", "loss"),
@@ -41,6 +42,7 @@ def test_defaults_pass() -> None:
         ([STATIC, "actor.context_parallel_size=2"], "actor.share_prompts", False),
         (["actor.share_prompts=tree", "actor.router_replay=trainer"], "actor.share_prompts", True),
         (["actor.share_prompts=tree", "critic.step_mode=static"], "critic.share_prompts", True),
+        ([*TEACHER, "teachers.t.sequence_parallel=true"], "teachers.t.sequence_parallel", False),
         ([*TEACHER, "actor.share_prompts=tree", "critic.step_mode=static"], "critic.share_prompts", True),
     ],
 )

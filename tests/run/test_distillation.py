@@ -52,6 +52,7 @@ LAYOUTS = {
             "actor.pipeline_model_parallel_size=2",
             "actor.step_mode=static",
             "teachers.wide.tensor_model_parallel_size=2",
+            "teachers.wide.sequence_parallel=true",
             "placement.actor=0-1",
             "placement.teachers.wide=2-3",
             "placement.rollout=2-3",

@@ -74,6 +74,7 @@ def test_further_reward_models_take_over_what_they_do_not_say() -> None:
     config = make_config(
         "reward_model.path=taste",
         "reward_model.tensor_model_parallel_size=2",
+        "reward_model.sequence_parallel=true",
         "reward_model.further.safety={path: safe, tensor_model_parallel_size: 1, offload: true}",
         "reward_model.further.facts.path=facts",
         "reward_model.further.idle.path=idle",

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from megatron_rl.checkpoint.files import CONFIG_DIR
 from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
 from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.config.schema import ModelConfig, RolloutConfig, TrainedConfig
+from megatron_rl.config.schema import LayoutConfig, ModelConfig, RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.protocol import EngineSpec, Request, SamplingConfig
 from megatron_rl.extension.registry import ENGINES
@@ -216,7 +216,7 @@ def build_policy(
     sequence_parallel: bool,
 ) -> PackedModel:
     """Build a frozen policy in `layout` and load its weights; collective."""
-    config = TrainedConfig(
+    config = LayoutConfig(
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
         virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
