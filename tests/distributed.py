@@ -24,6 +24,7 @@ import gc
 import io
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -45,6 +46,7 @@ POLL_SECONDS = 0.01
 # After the first failure the other ranks get this long to fail by themselves: a symmetric error then shows them all.
 GRACE_SECONDS = 1.0
 STACK_SIGNAL = signal.SIGUSR1
+_RANDOM = random.SystemRandom()  # a test may have seeded the other
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         files = [_Files(Path(name), rank) for rank in range(world_size)]
         release_read, release_write = os.pipe()
-        port = _find_free_port()
+        port = find_free_port()
         context = get_context("fork")
         children = []
         gc.freeze()  # a collection in a rank would touch, and so copy, every page of the parent's imports
@@ -268,7 +270,14 @@ def _load(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=False)  # written by our own fork a moment ago
 
 
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def find_free_port() -> int:
+    """Return a port that is free now, below the kernel's range for connections, which would take it at any moment."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = _RANDOM.randrange(low - 10_000, low) if low > 20_000 else 0
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return probe.getsockname()[1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import NoReturn
 import torch
 from torch.distributed import TCPStore
 
+from distributed import find_free_port
 from megatron_rl.config.fields import dump_yaml
 from megatron_rl.run.loading import load_config
 from rl_runs import leave_out_curves, overrides_for
@@ -53,13 +53,6 @@ def environment(**more: str) -> dict[str, str]:
     foreign = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "SLURM", "GROUP_", "ROLE_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return clean | {"PYTHON_BIN": str(Path(sys.executable).parent), "OMP_NUM_THREADS": "1"} | more
-
-
-def find_free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run(command: list[str], *, timeout: float = 400, **more: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed import run_ranks
+from distributed import find_free_port, run_ranks
 from rl_runs import overrides_for, read_records, train
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "reward_service.py"
@@ -29,9 +29,7 @@ SETTINGS = [
 
 @pytest.fixture
 def service() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_free_port()
     process = subprocess.Popen([sys.executable, str(TOOL), f"--port={port}"], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:

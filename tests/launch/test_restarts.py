@@ -17,8 +17,8 @@ import psutil
 import pytest
 from sabotage import read_rollouts
 
-from distributed import run_ranks
-from launch_runs import ROOT, environment, find_free_port
+from distributed import find_free_port, run_ranks
+from launch_runs import ROOT, environment
 from megatron_rl.checkpoint.directory import find_problems
 from megatron_rl.config.fields import dump_yaml
 from megatron_rl.run.loading import load_config

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from launch_runs import ROOT, STEPS, assert_succeeded, environment, find_free_port, run, write_recipe
+from distributed import find_free_port
+from launch_runs import ROOT, STEPS, assert_succeeded, environment, run, write_recipe
 from namespaces import Host, can_make_hosts, two_hosts
 from rl_runs import read_records
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import requests
 
+from distributed import find_free_port
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.scoring import Score
 from megatron_rl.rewards.service import RequestFailed, RewardService, post_within
@@ -29,9 +30,7 @@ QUICK = RewardConfig(service_batch_size=4, service_retries=2)
 
 
 def start_service() -> tuple[subprocess.Popen[bytes], str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_free_port()
     process = subprocess.Popen([sys.executable, str(SERVICE), str(port)])
     deadline = time.monotonic() + 60
     while True:

@@ -25,9 +25,9 @@ import psutil
 import pytest
 from elastic_runs import ELASTIC, HF, engines, read_samples, start_ranks
 
-from distributed import run_ranks
+from distributed import find_free_port, run_ranks
 from golden_runs import compare, observe
-from launch_runs import ROOT, environment, find_free_port
+from launch_runs import ROOT, environment
 from megatron_rl.config.fields import dump_yaml
 from megatron_rl.engines.elastic.front import Front
 from megatron_rl.engines.elastic.member import EngineProcess

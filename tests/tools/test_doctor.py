@@ -18,7 +18,8 @@ from types import ModuleType
 import pytest
 
 import namespaces
-from launch_runs import ROOT, environment, find_free_port
+from distributed import find_free_port
+from launch_runs import ROOT, environment
 
 TOOL = ROOT / "tools/doctor.py"
 

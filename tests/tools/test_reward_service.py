@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import requests
 
+from distributed import find_free_port
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.plan import build_reward_plan, open_scorer
 from reward_samples import decode, make_rollout
@@ -23,9 +24,7 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "reward_service.py"
 
 @pytest.fixture
 def service() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_free_port()
     process = subprocess.Popen([sys.executable, str(TOOL), f"--port={port}"], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while True:

@@ -30,8 +30,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distributed import run_ranks
-from launch_runs import ROOT, find_free_port, run_script
+from distributed import find_free_port, run_ranks
+from launch_runs import ROOT, run_script
 from megatron_rl.run.primitives import Policy
 from megatron_rl.types import UserError
 from rl_runs import layout_overrides, load_nested, overrides_for
