@@ -21,7 +21,7 @@ from megatron_rl.engines.elastic.member import EngineProcess
 from megatron_rl.parallel.collectives import init_distributed
 from rl_runs import overrides_for
 
-ELASTIC = ("schedule.elastic=true", "schedule.silent_seconds=5", "trainer.collective_timeout=100")
+ELASTIC = ("schedule.elastic=true", "rollout.silent_seconds=5", "trainer.collective_timeout=100")
 # Log-probs of a response do not depend on its batch, so neither on its engine.
 HF = (
     *("rollout.engine=hf", "rollout.bitwise=true", "data.validation_files=[]", "trainer.val_before_train=false"),

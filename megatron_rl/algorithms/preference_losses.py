@@ -124,15 +124,14 @@ def compute_kto_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute KTO (arXiv 2402.01306, eq. 8) of single responses: loss [n] and implicit rewards [n].
 
-    loss = w (1 - sigmoid(beta s (r(y) - z)));  s is 1 and w `desirable_weight` for desirable responses, else -1 and
-    `undesirable_weight`.
+    loss = w (1 - sigmoid(beta s (r(y) - z)));  s is 1 for desirable responses, else -1; w is of `kto_weights`.
 
     Args:
         is_chosen: [n] bool, whether a response is desirable.
         baseline: z, the mean r of responses to other prompts, at least 0.
     """
     sign = torch.where(is_chosen, 1.0, -1.0)
-    weight = torch.where(is_chosen, config.desirable_weight, config.undesirable_weight)
+    weight = torch.where(is_chosen, *config.kto_weights)
     ratios = responses.log_ratios
     loss = weight * (1 - torch.sigmoid(config.beta * sign * (ratios - baseline)))
     return loss, (config.beta * ratios).detach()

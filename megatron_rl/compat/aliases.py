@@ -102,7 +102,7 @@ _EARLIER = {
     "trainer.debug_rank": Only((), "give the flag --debug-rank R"),
     "observability.explain": Only((False,), "give the flag --explain"),
     "rollout.server.restarts": Only((3,), _GONE),
-    "rollout.server.start_seconds": Only((600.0,), "rollout.server.silent_seconds bounds the start as well"),
+    "rollout.server.start_seconds": Only((600.0,), "rollout.silent_seconds bounds the start as well"),
 }
 _TRACKERS: dict[str, tuple[tuple[Any, list[str]], ...]] = {
     "observability.tensorboard": ((True, ["tensorboard"]), (False, [])),
@@ -153,6 +153,19 @@ def _read_controller(kind: Setting, target: float | None) -> float | None:
     return look_up(kind, "algorithm.kl_target", kinds, "set algorithm.kl_target alone").value
 
 
+_SILENCES = {"rollout.server.silent_seconds": 600, "schedule.silent_seconds": 15}  # with their defaults
+
+
+def _set_weight(part: Setting, pair: list[float]) -> list[float]:
+    """Return the weights of KTO with one that was a setting of its own."""
+    return [pair[0], part.value] if "undesirable" in part.name else [part.value, pair[1]]
+
+
+def _set_silence(part: Setting, seconds: float | None) -> float | None:
+    """Return the limit of an earlier setting, or `seconds` if it had its default."""
+    return seconds if part.value == _SILENCES[part.name] else part.value
+
+
 def _add_host(part: Setting, port: Any) -> Any:
     """Return the address of the status page, if there is one."""
     return None if port is None else f"{part.value}:{str(port).rpartition(':')[2]}"
@@ -193,6 +206,10 @@ _MOVED = (
         _move_share,
         reads=("algorithm.policy_loss",),
     ),
+    move(
+        "preference.desirable_weight preference.undesirable_weight", "preference.kto_weights", _set_weight, [1.0, 1.0]
+    ),
+    move(" ".join(_SILENCES), "rollout.silent_seconds", _set_silence),
     move("observability.status_host", "observability.status_port", _add_host),
     move(
         "rollout.async_scheduling",

@@ -229,8 +229,7 @@ class PreferenceConfig:
         None, "Weight of the mean negative log-prob of the chosen responses' tokens; null: 1 for orpo, else 0.", ge=0
     )
     center_coef: float = option(0.0, "bradley_terry: weight of (chosen + rejected score)^2.", ge=0)
-    desirable_weight: float = option(1.0, "kto: weight of desirable responses.", ge=0)
-    undesirable_weight: float = option(1.0, "kto: weight of undesirable responses.", ge=0)
+    kto_weights: list[float] = option([1.0, 1.0], "kto: weights of desirable and undesirable responses.")
     reference_logprobs: str | None = option(None, "File (.npz) of the reference's log-probs, written before step 1.")
 
     @property

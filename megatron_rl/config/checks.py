@@ -253,7 +253,8 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
     stages = [role.zero_stage for role in (config.actor, config.critic, config.reward_model, *config.teachers.values())]
     yield FULLY_SHARDED not in stages, "actor.zero_shard_size", "zero_stage is 3 for no role"
     yield not config.rollout.supports("is_server"), "rollout.server", f"{engine} is no server"
-    yield not config.schedule.elastic, "schedule.silent_seconds", "schedule.elastic is False"
+    is_outside = config.schedule.elastic or config.rollout.supports("is_server")
+    yield not is_outside, "rollout.silent_seconds", f"{engine} is in the ranks"
     yield config.layout.mode == "given", "layout.lengths", "layout.mode is 'given'"
     yield not config.data.validation_files, "trainer.test_freq", "data.validation_files is empty"
     yield no_kl, "algorithm.kl_target", "algorithm.kl_coef is 0"

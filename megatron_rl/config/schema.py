@@ -249,6 +249,13 @@ class RolloutConfig(SamplingSettings):
         "none", "vLLM keeps the matrices of attention and MLPs in eight bits (docs/sampling.md)."
     )
     engine_options: dict[str, Any] = option({}, "vLLM: further EngineArgs; some are refused (docs/sampling.md).")
+    silent_seconds: float | None = option(
+        None,
+        "An engine outside of the ranks that gives no sign of life for so long is lost; default: 600 for a server, "
+        "also while it starts, 15 with schedule.elastic.",
+        "seconds",
+        gt=0,
+    )
 
     @property
     def ranks_per_engine(self) -> int:

@@ -75,9 +75,6 @@ class ServerConfig:
         None, "Engine openai: URL to post to, or command, that makes the server load new weights from {directory}."
     )
     python: str | None = option(None, "Interpreter of the servers; default: this one. sglang needs its own.")
-    silent_seconds: float = option(
-        600.0, "A server that says nothing for so long, or takes longer to start, has failed.", "seconds", gt=0
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +115,6 @@ class ScheduleConfig:
         False,
         "Engines are processes outside the job, which join and leave while it runs (launch/engine.sh); the rank "
         "of placement.rollout hands them requests and weights.",
-    )
-    silent_seconds: float = option(
-        15.0, "elastic: an engine that gives no sign of life for so long is lost.", "seconds", gt=0
     )
 
 

@@ -73,7 +73,7 @@ REMEDIES = {
     "dead-experts": "Set actor.router_bias_rate where routers have biases, and look at moe/max_load.",
     "critic": "Raise trainer.critic_warmup, or look at value/grad_norm and critic.lr.",
     "engines": "Start the lost engines again; the log has the reason of each loss. If they were only slow, raise "
-    "schedule.silent_seconds.",
+    "rollout.silent_seconds.",
     "failures": "Read the first traceback in logs/rank<N>.log, and correct the environment or the service.",
 }
 

@@ -313,7 +313,7 @@ def _build_engine(
         if config.schedule.elastic:
             from megatron_rl.engines.elastic.front import choose_front
 
-            make = choose_front(config.schedule, config.trainer)
+            make = choose_front(config.trainer)
         built = build_engine(spec, make)
     if len(ranks) < process.world_size:
         absent = share_object(built and built.absent(), world(), ranks.start)

@@ -50,6 +50,14 @@ def plan_preferences(config: RunConfig, world_size: int, num_examples: int | Non
         )
     checked = CheckedConfig(config)
     checked.allow("actor.step_mode", "eager", "with preferences, whose loss has no fixed shape", "leave it out")
+    weights = config.preference.kto_weights
+    checked.require(
+        len(weights) == 2 and min(weights) >= 0,
+        "preference.kto_weights",
+        "are no weights of desirable and undesirable responses",
+        expected="two numbers of at least 0",
+        hint="the default is [1.0, 1.0]",
+    )
     checked.mistakes.raise_all()
     if config.preference.loss == "kto" and config.data.train_batch_size < 2:
         raise UserError(

@@ -17,7 +17,7 @@ from megatron_rl.algorithms.catalog import PREFERENCE_LOSSES
 from megatron_rl.algorithms.preference_losses import ScoredResponses, compute_kto_loss, describe_margins
 from megatron_rl.config.algorithm import PreferenceConfig
 
-CONFIG = PreferenceConfig(beta=0.3, label_smoothing=0.1, simpo_gamma=0.4, center_coef=0.02, undesirable_weight=0.5)
+CONFIG = PreferenceConfig(beta=0.3, label_smoothing=0.1, simpo_gamma=0.4, center_coef=0.02, kto_weights=[1.0, 0.5])
 CHOSEN = [(-4.0, 3, -3.5), (-9.0, 5, -9.2)]  # log-prob, tokens, log-prob of the reference
 REJECTED = [(-6.0, 4, -5.0), (-2.0, 2, -2.5)]
 MARGINS = [0.0, 0.2]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def recipe(task: Path, tmp_path: Path) -> Path:
     """Four steps; losses are seen within two seconds."""
-    settings = "trainer.total_steps=4", "trainer.save_freq=1", "schedule.silent_seconds=2", "schedule.elastic=true"
+    settings = "trainer.total_steps=4", "trainer.save_freq=1", "rollout.silent_seconds=2", "schedule.elastic=true"
     overrides = overrides_for(task, tmp_path / "never", *HF, *settings)
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_yaml(load_config(None, overrides).config))

@@ -958,3 +958,16 @@ def test_drafts_are_made_where_the_engine_can(given: list[str], drafted: int, is
     loaded = load("actor_rollout_ref.model.mtp.enable_rollout=true", *given)
     assert value_of(loaded, "rollout.draft_tokens") == drafted
     assert any("this engine drafts no tokens" in note for note in loaded.notes) == is_noted
+
+
+def test_one_silence_and_one_pair_of_weights() -> None:
+    earlier = ["rollout.server.silent_seconds=600", "schedule.silent_seconds=15.0", "preference.undesirable_weight=0.5"]
+    loaded = load(*earlier)
+    assert (loaded.config.rollout.silent_seconds, loaded.config.preference.kto_weights) == (None, [1.0, 0.5])
+    assert loaded.notes == []
+    served = load("rollout.engine=vllm_server", "rollout.server.silent_seconds=20", "schedule.silent_seconds=15")
+    assert (served.config.rollout.silent_seconds, served.notes) == (20, [])
+    elastic = load("schedule.elastic=true", "trainer.run_dir=r", "placement.rollout=1-1", "schedule.silent_seconds=3")
+    assert elastic.config.rollout.silent_seconds == 3
+    both = load("preference.desirable_weight=2", "preference.undesirable_weight=0")
+    assert both.config.preference.kto_weights == [2.0, 0.0]

@@ -108,15 +108,16 @@ def test_a_server_is_asked_for_what_it_lacks(ability: str) -> None:
     with pytest.raises(UserError) as error:
         load(*overrides, "rollout.engine=lacking")
     assert error.value.source.startswith(setting) and "'lacking'" in error.value.found
-    assert load(*overrides, "rollout.engine=whole").rollout.server.silent_seconds == 600
+    assert load(*overrides, "rollout.engine=whole").rollout.supports(ability)
 
 
 def test_a_plain_run_needs_nothing() -> None:
     """Settings of servers are put aside, as with any engine in the ranks."""
-    loaded = load_config(None, [*MINIMAL, "rollout.engine=bare", "rollout.server.silent_seconds=5"])
+    loaded = load_config(None, [*MINIMAL, "rollout.engine=bare", "rollout.server.python=p", "rollout.silent_seconds=5"])
     assert loaded.notes == [
-        "ignored: rollout.server=ServerConfig(endpoints=[], directory=None, on_update=None, python=None, "
-        "silent_seconds=5.0), rollout.engine 'bare' is no server"
+        "ignored: rollout.server=ServerConfig(endpoints=[], directory=None, on_update=None, python='p'), "
+        "rollout.engine 'bare' is no server",
+        "ignored: rollout.silent_seconds=5.0 (command line), rollout.engine 'bare' is in the ranks",
     ]
 
 

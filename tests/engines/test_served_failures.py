@@ -140,8 +140,8 @@ def build(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "model" / "config.json").write_text("{}")
     engines = []
 
-    def make(stop: StopStrings | None = None, **server: Any) -> ServedEngine:
-        settings = {"on_update": f"{endpoint.url}/update", "silent_seconds": 5.0, **server}
+    def make(stop: StopStrings | None = None, silent_seconds: float = 5.0, **server: Any) -> ServedEngine:
+        settings = {"on_update": f"{endpoint.url}/update", **server}
         config = ServerConfig(endpoints=[endpoint.url + "/"], directory=str(tmp_path / "weights"), **settings)
         engines.append(
             ServedEngine(
@@ -151,7 +151,7 @@ def build(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                     dtype="float32",
                     max_prompt_length=40,
                     max_response_length=24,
-                    config=RolloutConfig(engine="openai", server=config),
+                    config=RolloutConfig(engine="openai", server=config, silent_seconds=silent_seconds),
                     process=Process(0, 1, 0, 1, torch.device("cpu")),
                     seed=0,
                     stop=stop,

@@ -174,7 +174,7 @@ def test_other_losses_change_nothing(task: Path, tmp_path: Path, longer: Path, w
     and one that is killed and started again.
     """
     run_dir, flag = tmp_path / "run", tmp_path / "raised"
-    settings = (*ELASTIC, "schedule.silent_seconds=1", "trainer.total_steps=3")
+    settings = (*ELASTIC, "rollout.silent_seconds=1", "trainer.total_steps=3")
 
     def act(lost: int) -> None:
         if what == "sleeps":
@@ -255,7 +255,7 @@ def test_a_host_that_disappears_and_comes_back(task: Path, tmp_path: Path, longe
     if (reason := can_make_hosts()) is not None:
         pytest.skip(reason)
     run_dir = tmp_path / "run"
-    settings = (*ELASTIC, "schedule.silent_seconds=1", "trainer.total_steps=3")
+    settings = (*ELASTIC, "rollout.silent_seconds=1", "trainer.total_steps=3")
     with two_hosts() as (here, there):
 
         def cut() -> None:
@@ -305,7 +305,7 @@ def test_staleness_is_bounded_in_spite_of_losses(task: Path, tmp_path: Path) -> 
         *("schedule.max_staleness=1", "algorithm.importance_sampling=token-truncate", "trainer.total_steps=6"),
         *("placement.actor=0-0", "placement.reference=0-0", "placement.rollout=1-1"),
         *("rollout.max_num_seqs=4", "data.train_batch_size=4"),
-        "schedule.silent_seconds=60",  # the one loss is a connection that ends; a busy machine makes no other
+        "rollout.silent_seconds=60",  # the one loss is a connection that ends; a busy machine makes no other
     )
     with engines(run_dir, 2, again=True) as processes:
         kill = disturb(lambda: os.kill(processes[0].pid or 0, signal.SIGKILL))
@@ -357,9 +357,15 @@ def test_an_engine_of_two_ranks(task: Path, tmp_path: Path, vllm_imported: None)
 @pytest.mark.slow
 def test_the_scripts(task: Path, tmp_path: Path) -> None:
     """A job and the script of its engines, which starts a killed engine again, and ends well with the run."""
-    run_dir = tmp_path / "run"
-    recipe = tmp_path / "recipe.yaml"
-    overrides = overrides_for(task, run_dir, *HF, *ELASTIC, "trainer.total_steps=80", "schedule.silent_seconds=15")
+    run_dir, recipe, joined = tmp_path / "run", tmp_path / "recipe.yaml", tmp_path / "joined"
+    (tmp_path / "reward.py").write_text(  # steps of 1.6 s until the engine is back, so that it finds the job
+        "import pathlib, time\n"
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        f"    time.sleep(0 if pathlib.Path({str(joined)!r}).exists() else 0.05)\n"
+        "    return sum(c.isdigit() for c in solution_str) / 8.0\n"
+    )
+    settings = [f"reward.function={tmp_path}/reward.py:score", "trainer.total_steps=80", "rollout.silent_seconds=15"]
+    overrides = overrides_for(task, run_dir, *HF, *ELASTIC, *settings)
     recipe.write_text(dump_yaml(load_config(None, overrides).config))
     command = [sys.executable, "launch/pretrain_grpo.py", str(recipe), f"trainer.run_dir={run_dir}"]
     with open(tmp_path / "job.log", "w") as log, open(tmp_path / "engine.log", "w") as said:
@@ -376,6 +382,7 @@ def test_the_scripts(task: Path, tmp_path: Path) -> None:
             (victim, *_) = list_engines(script.pid)
             victim.kill()
             wait_until(lambda: "after a loss" in read_front(run_dir), 240)
+            joined.touch()
             assert job.wait(240) == 0 and script.wait(60) == 0, (tmp_path / "engine.log").read_text()
         finally:
             for process in (script, job):

@@ -233,6 +233,8 @@ def test_logits_of_a_long_pair_are_computed_in_chunks(task: Path, tmp_path: Path
         (["actor.max_tokens_per_microbatch=40"], "a pair may have 1 * data.max_prompt_length"),
         (["preference.label_smoothing=0.5"], "preference.label_smoothing"),
         (["preference.loss=bradley_terry", "preference.nll_coef=1"], "preference.nll_coef = 1.0 with preference"),
+        (["preference.loss=kto", "preference.kto_weights=[1, -1]"], "preference.kto_weights = .1.0, -1.0. are no"),
+        (["preference.loss=kto", "preference.kto_weights=[1]"], "preference.kto_weights = .1.0. are no"),
     ],
 )
 def test_what_cannot_work_is_refused(changes: list[str], found: str, task: Path) -> None:

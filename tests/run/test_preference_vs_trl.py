@@ -62,7 +62,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str, str, dict[str, Any], list[str]
         "trl",
         "KTO",
         {"beta": 0.2, "desirable_weight": 1.5},
-        ["preference.beta=0.2", "preference.desirable_weight=1.5"],
+        ["preference.beta=0.2", "preference.kto_weights=[1.5, 1.0]"],
     ),
     "orpo": (SHORT, "trl.experimental.orpo", "ORPO", {"beta": 0.2}, ["preference.beta=0.2"]),
     "simpo": (

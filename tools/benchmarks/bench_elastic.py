@@ -5,9 +5,9 @@
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_elastic.py launch/recipes/toy_arithmetic.yaml \\
         model.path=TASK/model data.train_files=[TASK/train.jsonl] data.validation_files=[] \\
         actor.tensor_model_parallel_size=1 actor.pipeline_model_parallel_size=1 actor.sequence_parallel=false \\
-        rollout.engine=hf rollout.bitwise=true trainer.log_rollouts=-1 schedule.silent_seconds=2 \\
+        rollout.engine=hf rollout.bitwise=true trainer.log_rollouts=-1 rollout.silent_seconds=2 \\
         trainer.total_steps=3 trainer.save_freq=1 --jobs 100 --json FILE
-    ... --way suspended schedule.silent_seconds=30 --jobs 8 --json FILE      # for a minute each
+    ... --way suspended rollout.silent_seconds=30 --jobs 8 --json FILE      # for a minute each
     ... --soak --every 20 trainer.total_steps=500 --json FILE
 
 Each job loses one of its engines in generation, at an update of the weights, in a checkpoint or as it joins; by
@@ -246,7 +246,7 @@ def lose_at_random(
         raise RuntimeError((work / "undisturbed" / "job.log").read_text()[-2000:])
     expected, last = read_results(work / "undisturbed"), config.trainer.total_steps or 1
     for number in range(jobs):
-        run_dir, silent = work / f"job_{number}", config.schedule.silent_seconds
+        run_dir, silent = work / f"job_{number}", config.rollout.silent_seconds
         moment, way = MOMENTS[number % len(MOMENTS)], ways[number // len(MOMENTS) % len(ways)]
         step = 0 if moment == "join" else draw.randint(1, max((config.trainer.total_steps or 1) - 1, 1))
         loss = Loss(run_dir, moment, way, step, 0.1 * draw.random(), silent)

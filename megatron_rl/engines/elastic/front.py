@@ -29,7 +29,6 @@ import numpy as np
 import torch
 
 from megatron_rl.config.schema import TrainerConfig
-from megatron_rl.config.sections import ScheduleConfig
 from megatron_rl.engines.elastic.link import ADDRESS, FAILURES, Address, Link, as_bytes, describe_failure
 from megatron_rl.engines.protocol import EngineSpec, EngineWeights, Request, Sampled
 from megatron_rl.types import UserError
@@ -38,6 +37,7 @@ from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices
 
 _STEP_SECONDS = 0.05  # longest wait of a step for answers
 _REMINDER_SECONDS = 60.0  # between log lines about the absence of members
+_SILENT_SECONDS = 15.0  # unless rollout.silent_seconds says so
 _LIST_SECONDS = 2.0  # for an answer of the front to the status page
 _log = logging.getLogger(__name__)
 
@@ -415,12 +415,12 @@ class Front(EngineWeights):
             )
 
 
-def choose_front(schedule: ScheduleConfig, trainer: TrainerConfig) -> Callable[[EngineSpec], Front]:
+def choose_front(trainer: TrainerConfig) -> Callable[[EngineSpec], Front]:
     """Return the constructor of a run's front."""
     # Ranks that wait for the front's samples would otherwise report a stall before it reports the reason. An engine
     # that hangs must be lost early enough for the others to repeat its requests.
     limit, run_dir = trainer.collective_timeout, Path(str(trainer.run_dir))
-    return lambda spec: Front(spec, run_dir, schedule.silent_seconds, 0.8 * limit, 0.4 * limit)
+    return lambda spec: Front(spec, run_dir, spec.config.silent_seconds or _SILENT_SECONDS, 0.8 * limit, 0.4 * limit)
 
 
 def list_members(directory: Path) -> list[dict[str, Any]]:

@@ -41,6 +41,7 @@ T = TypeVar("T")
 _STEP_SECONDS = 0.05  # longest wait of a step for finished responses
 _POLL_SECONDS = 0.2
 _MOST_FAILURES = 3  # in a row
+_SILENT_SECONDS = 600.0  # unless rollout.silent_seconds says so
 _PROBE_PROMPT, _PROBE_RESPONSE = 64, 8  # tokens; the prompt fills whole blocks of the prefix cache
 _IS_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 _OWN = "megatron_rl_servers_"  # prefix of temporary directories
@@ -165,9 +166,10 @@ class Server:
     def __init__(self, spec: EngineSpec, directory: Path, index: int) -> None:
         self._spec, self._directory, self._config = spec, directory, spec.config.server
         self._api = _APIS[spec.config.engine](spec)
+        self._silent_seconds = spec.config.silent_seconds or _SILENT_SECONDS
         # The user's key, or a new one for a server started here.
         key = os.environ.get(KEY_VARIABLE) or (None if self._config.endpoints else secrets.token_urlsafe(32))
-        self.client = ServerClient(self._config.silent_seconds, spec.stop, key)
+        self.client = ServerClient(self._silent_seconds, spec.stop, key)
         self._url = self._config.endpoints[index].rstrip("/") if self._config.endpoints else ""
         self._process: ServerProcess | None = None
         self._is_open, self._failures = False, 0
@@ -257,7 +259,7 @@ class Server:
     def _open(self) -> None:
         if not self._config.endpoints:
             self._start()
-        deadline = time.monotonic() + self._config.silent_seconds
+        deadline = time.monotonic() + self._silent_seconds
         while True:
             with contextlib.suppress(ServerFailure, UserError):
                 self._ask(self._api.health, method="GET")
@@ -265,7 +267,7 @@ class Server:
             if self._process is not None and self._process.has_ended:
                 raise ServerFailure("the server ended before it was ready")
             if time.monotonic() > deadline:
-                raise ServerFailure(f"no answer within {self._config.silent_seconds} seconds")
+                raise ServerFailure(f"no answer within {self._silent_seconds} seconds")
             time.sleep(_POLL_SECONDS)
         self._load()
         self._is_open = True
