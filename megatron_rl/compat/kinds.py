@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from megatron_rl.config.fields import read_number
 from megatron_rl.config.sources import ASSUMED, Setting, describe
 from megatron_rl.types import UserError
 
@@ -90,8 +91,8 @@ def put(setting: Setting, target: str, value: Any, *, layer: int | None = None, 
 
 
 def same(value: Any, other: Any) -> bool:
-    """Whether two values are equal, where a boolean equals no number."""
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
+    """Whether two values are equal, where a boolean equals no number, and the text 1e-8 the number."""
+    return isinstance(value, bool) == isinstance(other, bool) and (value == other or read_number(value) == other)
 
 
 def look_up(setting: Setting, target: str, values: Collection[tuple[Any, Any]], hint: str) -> Setting:

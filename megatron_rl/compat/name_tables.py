@@ -128,7 +128,7 @@ def trainable_names(role: str) -> dict[str, Alias]:
             Only((0,), "there is no warm-up that starts above 0"),
         ),
         "optim.lr_decay_ratio": Only((1,), "there is no decay that ends before the run"),
-        "optim.eps": Only((1e-8,), "the epsilon of Adam is 1e-8"),
+        "optim.eps": Renamed("actor.adam_eps") if role == "actor" else SameAs("actor.adam_eps", strict=True),
         "optim.override_optimizer_config": Only((), "betas have a name of their own"),
         **each(
             "optim.lr_decay_style optim.lr_scheduler_type optim.lr_scheduler optim.warmup_style optim.decay_type",

@@ -264,9 +264,13 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     return list(items) if all(type(i) in kinds and (type(i) is not int or _is_integer(i)) for i in items) else _REFUSED
 
 
+def read_number(value: Any) -> Any:
+    """Return the number that YAML 1.1 reads as text, such as 1e-6 (no dot), and other values as they are."""
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
 def _convert_number(value: Any) -> Any:
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
-        value = float(value)  # YAML 1.1 reads 1e-6 (no dot) as text
+    value = read_number(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return _REFUSED
     return float(value) if value == 0 or _SMALLEST <= abs(value) <= _LARGEST else _REFUSED

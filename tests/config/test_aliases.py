@@ -572,6 +572,8 @@ def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
         ("trainer.logger=[console,file]", "observability.trackers", []),
         ("report_to=[wandb,tensorboard]", "observability.trackers", ["wandb", "tensorboard"]),
         ("report_to=all", "observability.trackers", ["tensorboard"]),
+        (f"{ACTOR}.optim.eps=1e-5", "actor.adam_eps", 1e-5),
+        ("critic.optim.eps=1e-8", "actor.adam_eps", 1e-8),
     ],
 )
 def test_values(override: str, name: str, expected: object) -> None:
