@@ -107,6 +107,7 @@ _EARLIER = {
 _TRACKERS: dict[str, tuple[tuple[Any, list[str]], ...]] = {
     "observability.tensorboard": ((True, ["tensorboard"]), (False, [])),
     "observability.wandb": (("off", []), (False, []), ("offline", ["wandb-offline"]), ("online", ["wandb"])),
+    "observability.traces": (("off", []), (False, []), ("otlp", ["otlp"])),
 }
 _MERGED = {"data.response_key": "data.answer_key", "reward.service_timeout_seconds": "reward.timeout_seconds"}
 

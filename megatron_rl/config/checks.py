@@ -165,16 +165,16 @@ def _check_reward(config: CheckedConfig) -> None:
         )
 
 
+_PACKAGES = {"wandb-offline": "wandb", "otlp": "opentelemetry-exporter-otlp"}
 _MODULES = {"opentelemetry-exporter-otlp": "opentelemetry.exporter.otlp.proto.http.trace_exporter"}
 
 
 def _check_packages(config: CheckedConfig) -> None:
     """Check that the optional packages that the settings need are installed, on every rank."""
-    trackers = [name.removesuffix("-offline") for name in config.get("observability.trackers")]
+    trackers: list[str] = config.get("observability.trackers")
     for name, off, package in (
-        *(("observability.trackers", [], tracker) for tracker in trackers),
+        *(("observability.trackers", [], _PACKAGES.get(tracker, tracker)) for tracker in trackers),
         ("actor.quantization", "none", "bitsandbytes"),
-        ("observability.traces", "off", "opentelemetry-exporter-otlp"),
     ):
         modules = accumulate(_MODULES.get(package, package).split("."), "{}.{}".format)
         config.require(

@@ -254,10 +254,11 @@ class HealthConfig:
 class ObservabilityConfig:
     """Logging: trackers, console, status page, alarms."""
 
-    trackers: list[Literal["tensorboard", "wandb", "wandb-offline", "mlflow", "trackio", "swanlab"]] = option(
+    trackers: list[Literal["tensorboard", "wandb", "wandb-offline", "mlflow", "trackio", "swanlab", "otlp"]] = option(
         ["tensorboard"],
         "Trackers that get the metrics: tensorboard writes <run_dir>/tensorboard, wandb-offline <run_dir>/wandb; all "
-        "but the first need their package (docs/watching.md#trackers).",
+        "but the first need their package (docs/watching.md#trackers). otlp: spans of steps, phases, requests, "
+        "episodes and tools go to OpenTelemetry (docs/watching.md#traces).",
     )
     histograms_every: int = option(
         10,
@@ -268,9 +269,6 @@ class ObservabilityConfig:
     )
     wandb_project: str = option("megatron_rl", "Project in Weights & Biases and in the trackers.")
     wandb_name: str | None = option(None, "Name of the run there; default: that of the run directory.")
-    traces: Literal["off", "otlp"] = option(
-        "off", "Send spans of steps, phases, requests, episodes and tools to OpenTelemetry (docs/watching.md#traces)."
-    )
     trace_steps: list[int] = option(
         [], "Steps whose spans, and profile if there is one, are written to <run_dir>/traces/step_<N>.json.", "steps"
     )

@@ -155,7 +155,7 @@ class Run:
         for name in settings.trackers:
             if name == "tensorboard":
                 add(TensorBoard(self.dir, after_step, settings.histograms_every))
-            else:
+            elif name != "otlp":  # which gets spans, of every rank
                 from megatron_rl.observability.trackers import TRACKERS
 
                 add(TRACKERS[name](self.dir, settings, self._config_yaml, self._total_steps))

@@ -90,7 +90,7 @@ class Spans:
         self._running: dict[Hashable, Span] = {}  # requests and episodes
         self._ended: list[Span] = []
         self._step: int | None = None  # number of a step that has ended since the last `flush`
-        self._sender = _Sender(run_dir, self._rank) if settings.traces == "otlp" else None
+        self._sender = _Sender(run_dir, self._rank) if "otlp" in settings.trackers else None
 
     def begin(self, name: str, start: float, step: int) -> Span:
         """Open a phase within the current one."""
@@ -291,9 +291,9 @@ class _Sender:
         except ValueError as error:
             raise UserError(
                 f"spans cannot be sent: {error}",
-                source="observability.traces = otlp, and the environment variables of OpenTelemetry",
+                source="otlp in observability.trackers, and the environment variables of OpenTelemetry",
                 expected="OTEL_EXPORTER_OTLP_PROTOCOL = http/protobuf or grpc, and valid values of the others",
-                hint="correct the variable on every rank, or set observability.traces=off",
+                hint="correct the variable on every rank, or leave otlp out of observability.trackers",
             ) from error
         named = {"service.name": "megatron_rl"} if "OTEL_SERVICE_NAME" not in os.environ else {}
         own = {"service.instance.id": f"{run_dir.name}/rank{rank}", "megatron_rl.run": run_dir.name}

@@ -434,7 +434,7 @@ def _open_locked(
     if taken_over:
         run.log.warning("%s", taken_over)
     is_known, is_finished = share_object((has_records(run_dir), run.is_finished), group)
-    if config.observability.traces != "off" or config.observability.trace_steps:
+    if "otlp" in config.observability.trackers or config.observability.trace_steps:
         from megatron_rl.observability.spans import Spans
 
         session = share_object(uuid.uuid4().int, group)

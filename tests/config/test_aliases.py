@@ -443,6 +443,9 @@ def test_settings_that_are_gone_are_read_where_they_say_what_is_done(tmp_path: P
         ("rollout: {stop: ['7'], stop_token_ids: [7]}", [], "rollout.stop", ["7", 7]),
         ("rollout: {stop_token_ids: [7]}", ['rollout.stop=[8,"8"]'], "rollout.stop", [8, "8"]),
         ("rollout: {stop: x}", ["rollout.stop_token_ids=9"], "rollout.stop", ["x", 9]),
+        ("observability: {trackers: [], traces: off}", [], "observability.trackers", []),
+        ("observability: {traces: otlp}", [], "observability.trackers", ["tensorboard", "otlp"]),
+        ("observability: {trackers: [otlp, wandb]}", ["observability.traces=off"], "observability.trackers", ["wandb"]),
     ],
 )
 def test_settings_of_an_earlier_run_that_are_parts_of_others_now(

@@ -134,10 +134,10 @@ def test_off_is_a_word(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "model: {path: m}\ndata: {train_files: [t], train_batch_size: 8}\n"
-        "actor: {ppo_mini_batch_size: 8}\nobservability: {traces: off}\n"
+        "actor: {ppo_mini_batch_size: 8}\nhybrid: {verify: off}\n"
     )
-    assert load_config(recipe, []).config.observability.traces == "off"
-    assert load_config(recipe, ["hybrid.verify=off"]).config.hybrid.verify == "off"
+    assert load_config(recipe, []).config.hybrid.verify == "off"
+    assert load_config(recipe, ["data.curriculum.kind=off"]).config.data.curriculum.kind == "off"
 
 
 def test_without_the_package_the_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

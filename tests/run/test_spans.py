@@ -103,7 +103,7 @@ def test_spans_by_grpc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server.start()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
-    spans = Spans(tmp_path, ObservabilityConfig(traces="otlp"), 0, 7, lambda mine: [mine])
+    spans = Spans(tmp_path, ObservabilityConfig(trackers=["otlp"]), 0, 7, lambda mine: [mine])
     step = spans.begin("step", 1.0, 4)
     update = spans.begin("update", 2.0, 4)
     spans.end(update, 2.5)
@@ -146,7 +146,7 @@ def test_spans_of_a_run(
     plain = play(task, tmp_path / "plain", *looks)
     assert not (tmp_path / "plain/traces").exists() and not collector.spans
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_address[1]}")
-    traced = ("observability.traces=otlp", "observability.trace_steps=[2]", "trainer.profile_steps=[2]")
+    traced = ("observability.trackers=[tensorboard,otlp]", "observability.trace_steps=[2]", "trainer.profile_steps=[2]")
     watched = ("--explain", "observability.status_port=0", "trainer.max_silent_steps=9")
     records = play(task, tmp_path / "traced", *looks, *traced, *watched)
     assert without_machine(records) == without_machine(plain)
@@ -226,16 +226,16 @@ def test_a_missing_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyP
         data=DataConfig(train_files=["t"], train_batch_size=8),
         actor=ActorConfig(ppo_mini_batch_size=8),
     )
-    check_config(RunConfig(**rest, observability=ObservabilityConfig(traces="otlp")))
+    check_config(RunConfig(**rest, observability=ObservabilityConfig(trackers=["otlp"])))
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(UserError, match="needs the package opentelemetry-exporter-otlp") as caught:
-        check_config(RunConfig(**rest, observability=ObservabilityConfig(traces="otlp")))
-    assert caught.value.source == "observability.traces"
+        check_config(RunConfig(**rest, observability=ObservabilityConfig(trackers=["otlp"])))
+    assert caught.value.source == "observability.trackers"
 
 
 def test_an_unknown_protocol_is_refused_on_every_rank(
     task: Path, tmp_path: Path, vllm_imported: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "smoke signals")
-    found = run_ranks(train, 2, overrides_for(task, tmp_path / "run", "observability.traces=otlp"))
+    found = run_ranks(train, 2, overrides_for(task, tmp_path / "run", "observability.trackers=[tensorboard,otlp]"))
     assert [text is not None and "smoke signals" in text for text in found] == [True, True]

@@ -101,7 +101,7 @@ def list_patches(costs: Costs, config: RunConfig) -> list[Any]:
         patches += [costs.time(StatusPage, "samples", "record")]
         patches += [costs.time(_Handler, "do_GET", "page", time.thread_time)]
         patches += [costs.time(PageServer, "service_actions", "page", time.thread_time)]
-    if config.observability.traces != "off" or config.observability.trace_steps:
+    if "otlp" in config.observability.trackers or config.observability.trace_steps:
         from megatron_rl.observability.spans import Spans
 
         patches += [costs.time(Spans, name, "spans") for name in OF_SPANS]
