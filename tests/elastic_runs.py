@@ -25,7 +25,7 @@ ELASTIC = ("schedule.elastic=true", "rollout.silent_seconds=5", "trainer.collect
 # Log-probs of a response do not depend on its batch, so neither on its engine.
 HF = (
     *("rollout.engine=hf", "rollout.bitwise=true", "data.validation_files=[]", "trainer.val_before_train=false"),
-    *("hybrid.verify=full", "trainer.log_rollouts=-1", "trainer.save_final=true"),
+    *("hybrid.verify=full", "trainer.log_rollouts=-1"),
 )
 
 

@@ -40,7 +40,7 @@ def write_recipe(task: Path, path: Path, *extra: str) -> Path:
         "actor.sequence_parallel=true",
         f"trainer.total_steps={STEPS}",
         "data.validation_files=[]",
-        "trainer.save_final=false",
+        "trainer.save_freq=null",
         "trainer.collective_timeout=300",
         *extra,
     )

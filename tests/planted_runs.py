@@ -258,7 +258,7 @@ def carry_out(
         f"reward.function={task}/rewards.py:close",
         "data.validation_files=[]",
         "observability.trackers=[]",
-        "trainer.save_final=false",
+        "trainer.save_freq=null",
         f"trainer.total_steps={steps}",
         *found,
     )

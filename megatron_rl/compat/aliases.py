@@ -37,7 +37,7 @@ from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.fields import WIDTH, FieldInfo, coerce, list_fields, list_options, render, section_classes
 from megatron_rl.config.schema import ACTOR_DECIDES
 from megatron_rl.config.sections import CheckpointConfig, ObservabilityConfig
-from megatron_rl.config.sources import Setting, describe
+from megatron_rl.config.sources import COMMAND_LINE, Setting, describe
 from megatron_rl.config.suggestions import unknown_key_error
 from megatron_rl.types import UserError
 
@@ -148,6 +148,17 @@ def _move_share(parts: Parts) -> Combined:
         yield note(given, "it belongs to algorithm.policy_loss clip_cov and kl_cov")
 
 
+def _move_final(parts: Parts) -> Combined:
+    """Translate `trainer.save_final`: without checkpoints of steps, false means none at all."""
+    final, steps = parts["trainer.save_final"], parts.get("trainer.save_freq")
+    if final.value is None or read_boolean(final):
+        return
+    if steps is not None and steps.value not in (None, 0, -1):
+        yield note(final, f"with trainer.save_freq={steps.value} the last step is saved, too")
+    elif steps is None or steps.layer <= final.layer:
+        yield replace(final, name="trainer.save_freq", value=None, layer=COMMAND_LINE)  # above the 0 beside it
+
+
 def _read_controller(kind: Setting, target: float | None) -> float | None:
     """Return the target of a controller that is fixed or adaptive."""
     kinds = (("fixed", None), ("adaptive", target or name_groups.KL_TARGET))
@@ -211,6 +222,7 @@ _MOVED = (
         "preference.desirable_weight preference.undesirable_weight", "preference.kto_weights", _set_weight, [1.0, 1.0]
     ),
     move(" ".join(_SILENCES), "rollout.silent_seconds", _set_silence),
+    AliasGroup(("trainer.save_final",), "trainer.save_freq", _move_final, reads=("trainer.save_freq",)),
     move("observability.status_host", "observability.status_port", _add_host),
     move(
         "rollout.async_scheduling",

@@ -388,7 +388,7 @@ _ALGORITHM: dict[str, Alias] = {
 _TRAINER: dict[str, Alias] = {
     "total_training_steps": Renamed("trainer.total_steps"),
     "test_freq": Renamed("trainer.test_freq", OFF),
-    "save_freq": Renamed("trainer.save_freq", OFF),
+    "save_freq": Renamed("trainer.save_freq", ((-1, None),)),
     "default_local_dir": Renamed("trainer.run_dir"),
     **each("nnodes n_gpus_per_node", Ignored(_RUNS)),
     "device": Ignored("the device is found at start"),

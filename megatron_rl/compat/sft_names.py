@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.compat.kinds import Alias, AliasGroup, Combined, Ignored, Only, Parts, Renamed, assume, each, put
 from megatron_rl.compat.name_groups import betas_group, budget_group, lora_group, rate_group, sequence_parallel_group
-from megatron_rl.compat.name_tables import FSDP, MODEL, PACKED, PATTERNS, SHARD_SIZE, trainable_names
+from megatron_rl.compat.name_tables import FSDP, MODEL, OFF, PACKED, PATTERNS, SHARD_SIZE, trainable_names
 from megatron_rl.config.sources import Setting
 from megatron_rl.types import UserError
 
@@ -66,6 +66,7 @@ ALIASES: Mapping[str, Alias] = {
     "data.multiturn.enable": Only((True,), "give prompts and responses by data.prompt_key and data.answer_key"),
     "data.num_workers": Ignored("examples are read once, at the start"),
     **each("data.val_files data.val_max_samples trainer.test_freq", _NO_VALIDATION),
+    "trainer.save_freq": Renamed("trainer.save_freq", OFF),
     "trainer.profile_interval": Ignored("there is nothing to configure about profiling"),
     **each(
         "checkpoint.save_contents checkpoint.load_contents trainer.checkpoint.save_contents "

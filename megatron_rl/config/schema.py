@@ -380,10 +380,13 @@ class TrainerConfig:
         None,
         "Metric whose best checkpoint is kept as checkpoints/best, e.g. validation/<set>/accuracy; higher is better.",
     )
-    save_freq: int = option(
-        0, "Save a permanent checkpoint every N steps (0: only at the end).", "steps", ge=0, hint="0 switches it off"
+    save_freq: int | None = option(
+        0,
+        "Save a permanent checkpoint every N steps and after the last one (0: only then; null: not even then).",
+        "steps",
+        ge=0,
+        hint="null saves none",
     )
-    save_final: bool = option(True, "Save a checkpoint after the last step.")
     max_failed_share: float = option(
         0.5,
         "End the run when a larger share of a step's episodes, or of a validation set's, has failed, or a reward "

@@ -218,8 +218,8 @@ class Checkpoints:
     def end_step(self, step: int, is_best: bool = False) -> None:
         """Save if a checkpoint is due (UserError if too many saves have failed)."""
         self.mark(step)
-        config, is_last = self._config.trainer, step == self._total_steps
-        stays = is_best or (is_last and config.save_final) or (config.save_freq and step % config.save_freq == 0)
+        freq, is_last = self._config.trainer.save_freq, step == self._total_steps
+        stays = is_best or (freq is not None and (is_last or (freq > 0 and step % freq == 0)))
         minutes, is_overdue = self._config.checkpoint.save_every_minutes, torch.tensor(0)
         if not stays and not is_last and minutes is not None:  # on any rank
             is_overdue.fill_(time.monotonic() - self._saved_at >= 60 * minutes)

@@ -68,7 +68,7 @@ def describe_run(
     yield (
         "steps",
         f"{plan.total_steps}{epochs}; validation {f'every {often}' if often else 'before and after'}, "
-        f"checkpoint {f'every {saves}' if saves else 'at the end' if config.trainer.save_final else 'never'}",
+        f"checkpoint {f'every {saves}' if saves else 'never' if saves is None else 'at the end'}",
     )
 
 

@@ -43,7 +43,7 @@ def test_figures_of_a_run(task: Path, tmp_path: Path, vllm_imported: None) -> No
         tmp_path / "run",
         f"reward.function={tmp_path}/leak.py:score",
         "data.validation_files=[]",
-        "trainer.save_final=false",
+        "trainer.save_freq=null",
     )
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(dump_yaml(load_config(None, overrides).config))

@@ -102,7 +102,7 @@ def test_a_verl_recipe_reads(tmp_path: Path) -> None:
         "algorithm.kl_type": "k3",
         "algorithm.clip_eps_low": 0.2,
         "algorithm.clip_eps_high": 0.28,
-        "trainer.save_freq": 0,
+        "trainer.save_freq": None,
         "trainer.test_freq": 5,
         "trainer.total_epochs": 15,
         "actor.max_tokens_per_microbatch": 4 * (512 + 1024),
@@ -443,6 +443,10 @@ def test_settings_that_are_gone_are_read_where_they_say_what_is_done(tmp_path: P
         ("rollout: {stop: ['7'], stop_token_ids: [7]}", [], "rollout.stop", ["7", 7]),
         ("rollout: {stop_token_ids: [7]}", ['rollout.stop=[8,"8"]'], "rollout.stop", [8, "8"]),
         ("rollout: {stop: x}", ["rollout.stop_token_ids=9"], "rollout.stop", ["x", 9]),
+        ("trainer: {save_freq: 0, save_final: true}", [], "trainer.save_freq", 0),
+        ("trainer: {save_freq: 0, save_final: false}", [], "trainer.save_freq", None),
+        ("trainer: {save_freq: 0}", ["trainer.save_final=false"], "trainer.save_freq", None),
+        ("trainer: {save_final: false}", ["trainer.save_freq=0"], "trainer.save_freq", 0),
         ("observability: {trackers: [], traces: off}", [], "observability.trackers", []),
         ("observability: {traces: otlp}", [], "observability.trackers", ["tensorboard", "otlp"]),
         ("observability: {trackers: [otlp, wandb]}", ["observability.traces=off"], "observability.trackers", ["wandb"]),
@@ -455,6 +459,13 @@ def test_settings_of_an_earlier_run_that_are_parts_of_others_now(
     (path := tmp_path / "config.yaml").write_text(recipe)
     loaded = load_config(path, [*MINIMAL, *overrides])
     assert value_of(loaded, name) == expected and loaded.notes == []
+
+
+def test_the_last_step_is_saved_with_those_before() -> None:
+    loaded = load("trainer.save_freq=5", "trainer.save_final=false")
+    assert loaded.config.trainer.save_freq == 5 and loaded.notes == [
+        "ignored: trainer.save_final=False (command line), with trainer.save_freq=5 the last step is saved, too"
+    ]
 
 
 def test_the_critic_has_the_betas_of_the_actor(tmp_path: Path) -> None:
@@ -496,7 +507,7 @@ def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
     ("override", "name", "expected"),
     [
         ("trainer.test_freq=-1", "trainer.test_freq", 0),
-        ("trainer.save_freq=-1", "trainer.save_freq", 0),
+        ("trainer.save_freq=-1", "trainer.save_freq", None),
         ("trainer.total_training_steps=7", "trainer.total_steps", 7),
         ("trainer.default_local_dir=out", "trainer.run_dir", "out"),
         ("algorithm.norm_adv_by_std_in_grpo=false", "algorithm.norm_adv_by_std", False),

@@ -146,6 +146,8 @@ def test_a_command_of_the_trainer_before_for_conversations() -> None:
         "trainer.total_epochs": 4,
     }
     assert config.model.path == "policy"
+    config = load_config(None, [*MULTI_TURN, "trainer.save_freq=-1"]).config
+    assert config.trainer.save_freq == 0, "that trainer saves its last step"
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_all_of_them_train_together(examples: Path, tmp_path: Path) -> None:
         *(argument.replace("my_", f"{examples}/my_") for argument in arguments),
         "hybrid.verify=full",
         "checkpoint.contents=[optimizer]",
-        "trainer.save_final=false",
+        "trainer.save_freq=null",
         "data.max_response_length=4",
         "data.validation_files=[]",
     ]

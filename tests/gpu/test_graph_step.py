@@ -141,7 +141,7 @@ def test_twenty_step_run_on_one_gpu(tmp_path: Path) -> None:
             f"actor.step_mode={mode}",
             "model.dtype=bfloat16",
             "actor.share_prompts=false",
-            "trainer.save_final=false",
+            "trainer.save_freq=null",
         )
         assert train(0, 1, overrides) is None
         records[mode] = read_records(tmp_path / mode)

@@ -156,7 +156,7 @@ def list_settings(failure: Failure, task: Path, tmp_path: Path) -> list[str]:
         tmp_path / "run",
         "rollout.engine=hf",
         "trainer.total_steps=3",
-        "trainer.save_final=false",
+        "trainer.save_freq=null",
         "data.validation_files=[]",
         *(setting.format(task=task) for setting in failure.settings),
     )

@@ -65,6 +65,7 @@ def test_the_decay_of_the_actor_is_laid_over_the_steps_in_which_it_learns(task: 
     settings = [*PPO, *decay, "rollout.engine=hf", "trainer.critic_warmup=2", "data.validation_files=[]"]
     settings += ["trainer.total_steps=4", "trainer.save_freq=3", "actor.ppo_mini_batch_size=8"]
     records = run(1, overrides_for(task, tmp_path / "whole", *settings), tmp_path / "whole")[-4:]
+    assert {path.name for path in (tmp_path / "whole/checkpoints").glob("step_*")} == {"step_3", "step_4"}
     assert [record.get("policy/lr") for record in records] == [None, None, pytest.approx(6e-4), pytest.approx(2e-4)]
     assert [record["value/lr"] for record in records] == pytest.approx([8e-4, 6e-4, 4e-4, 2e-4])
     settings += [f"checkpoint.resume={tmp_path}/whole/checkpoints/step_3"]
@@ -157,7 +158,7 @@ def test_variants_are_the_same_on_one_and_two_ranks(name: str, task: Path, tmp_p
     records = []
     for world in (1, 2):
         run_dir = tmp_path / str(world)
-        extra = [*VARIANTS[name], "trainer.total_steps=1", "data.validation_files=[]", "trainer.save_final=false"]
+        extra = [*VARIANTS[name], "trainer.total_steps=1", "data.validation_files=[]", "trainer.save_freq=null"]
         records.append(run(world, overrides_for(task, run_dir, *extra), run_dir)[0])
     one, two = records
     assert one["policy/grad_norm"] > 0 and one["ledger/policy/numerator"] != 0
@@ -212,7 +213,7 @@ def test_what_plugins_report_is_the_same_in_any_layout(task: Path, tmp_path: Pat
         "actor.ppo_mini_batch_size=8",
         "trainer.total_steps=1",
         "data.validation_files=[]",
-        "trainer.save_final=false",
+        "trainer.save_freq=null",
     ]
     (one,) = run(1, overrides_for(task, tmp_path / "1", *extra), tmp_path / "1")
     extra += [*layout_overrides(1, 2, 1), "actor.step_mode=static", "actor.share_prompts=false"]
@@ -251,7 +252,7 @@ def test_dynamic_sampling_fills_the_batch_with_informative_groups(
         "algorithm.dynamic_sampling=true",
         "trainer.total_steps=2",
         "data.validation_files=[]",
-        "trainer.save_final=false",
+        "trainer.save_freq=null",
         "trainer.log_rollouts=-1",
     ]
     first, second = run(2, overrides_for(task, tmp_path / "a", *extra), tmp_path / "a")
@@ -272,9 +273,10 @@ def test_group_reward_compares_the_responses_to_a_prompt(task: Path, tmp_path: P
     (tmp_path / "reward.py").write_text(
         "def rank(prompt, completions):\n    return [sorted(completions).index(text) for text in completions]\n"
     )
-    settings = ["trainer.total_steps=1", "data.validation_files=[]", "trainer.save_final=false"]
+    settings = ["trainer.total_steps=1", "data.validation_files=[]", "trainer.save_freq=null"]
     settings += [f"reward.function={tmp_path}/reward.py:rank", "rollout.dispatch=groups", "trainer.log_rollouts=-1"]
     run(2, overrides_for(task, tmp_path / "run", *settings), tmp_path / "run")
+    assert not [*tmp_path.glob("run/checkpoints/*")], "none was wanted"
     groups: dict[int, list[dict[str, Any]]] = {}
     for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines():
         groups.setdefault(json.loads(line)["prompt_id"], []).append(json.loads(line))
@@ -342,7 +344,7 @@ def test_estimator_and_loss_of_the_users_own(
     (code,) = (block for block in README.read_text().split("```python\n")[1:] if block.startswith("# mine.py"))
     (tmp_path / "mine.py").write_text(code.split("```")[0])
     monkeypatch.chdir(tmp_path)
-    extra = [*arguments, "data.validation_files=[]", "trainer.save_final=false"]
+    extra = [*arguments, "data.validation_files=[]", "trainer.save_freq=null"]
     records = run(nproc, overrides_for(task, tmp_path / "run", *extra), tmp_path / "run")
     assert [r["policy/grad_norm"] > 0 for r in records] == [True, True]
     assert all(r["policy/clip_fraction"] == 0 for r in records)
@@ -419,7 +421,7 @@ def test_a_reward_model_by_name_is_the_reward_model(task: Path, tmp_path: Path) 
     save_tiny_model(tmp_path / "rm", "qwen2", **ENGINE_SIZES, vocab_size=vocab, num_hidden_layers=2, num_labels=1)
     records = {}
     for name, setting in (("model", "path"), ("only", "further.only.path")):
-        extra = [f"reward_model.{setting}={tmp_path}/rm", "data.validation_files=[]", "trainer.save_final=false"]
+        extra = [f"reward_model.{setting}={tmp_path}/rm", "data.validation_files=[]", "trainer.save_freq=null"]
         overrides = overrides_for(task, tmp_path / name, *extra, "rollout.engine=hf", "reward.function=null")
         found = run(1, overrides, tmp_path / name)
         records[name] = [

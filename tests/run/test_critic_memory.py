@@ -12,7 +12,7 @@ from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from rl_runs import overrides_for, read_records, train
 
-PPO = ["algorithm.adv_estimator=gae", "critic.lr=1e-3", "rollout.engine=hf", "trainer.save_final=false"]
+PPO = ["algorithm.adv_estimator=gae", "critic.lr=1e-3", "rollout.engine=hf", "trainer.save_freq=null"]
 
 
 def _train_watched(rank: int, world_size: int, overrides: list[str]) -> list[list[int]]:

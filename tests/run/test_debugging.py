@@ -116,7 +116,7 @@ def test_a_program_waits_for_the_debugger(task: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_update_and_a_reward_are_stopped_in(task: Path, tmp_path: Path) -> None:
     """Under torchrun, longer than collectives may take otherwise; the run finishes with its usual numbers."""
-    common = ("trainer.save_final=false", "data.validation_files=[]", "rollout.engine=hf")
+    common = ("trainer.save_freq=null", "data.validation_files=[]", "rollout.engine=hf")
     recipe = write_recipe(task, tmp_path / "recipe.yaml", *common, "trainer.collective_timeout=2")
     output = tmp_path / "output"
     process = start_ranks(4, output, recipe, "--debug-rank", "2")
@@ -150,7 +150,7 @@ def test_an_environment_is_stopped_in(task: Path, tmp_path: Path) -> None:
     file, output = tmp_path / "dice.py", tmp_path / "output"
     file.write_text(ENVIRONMENT)
     common = (
-        "trainer.save_final=false",
+        "trainer.save_freq=null",
         "data.validation_files=[]",
         "rollout.engine=hf",
         "data.max_response_length=24",

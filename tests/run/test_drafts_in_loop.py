@@ -31,7 +31,7 @@ from megatron_rl.weights.model_config import load_model_shape
 from rl_runs import layout_overrides, load_nested, overrides_for, read_records, train
 from tiny_models import engine_sizes
 
-SETTINGS = ["data.validation_files=[]", "trainer.save_final=false", "actor.share_prompts=false"]
+SETTINGS = ["data.validation_files=[]", "trainer.save_freq=null", "actor.share_prompts=false"]
 DRAFTS, MTP = ["rollout.draft_tokens=2"], ["actor.mtp_lr=1e-2"]
 
 

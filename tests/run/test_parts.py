@@ -40,7 +40,7 @@ trainer.train()
 def test_three_lines_do_what_the_entry_point_does(task: Path, tmp_path: Path) -> None:
     """On two ranks the records of both programs are equal to the last bit."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    extra = ["rollout.engine=hf", "data.validation_files=[]", "trainer.save_final=false"]
+    extra = ["rollout.engine=hf", "data.validation_files=[]", "trainer.save_freq=null"]
     recipe = tmp_path / "recipe.yaml"
     overrides = overrides_for(task, tmp_path / "unused", *extra)
     recipe.write_text(yaml.safe_dump(load_nested(overrides)))
@@ -103,9 +103,7 @@ class LateCritic(Critic):
 def train_with_objects(rank: int, world_size: int, task: Path, run_dir: Path) -> dict[str, int]:
     """One rank of two runs in one process: objects for everything, then a reward model and a critic."""
     os.environ["WORLD_SIZE"] = str(world_size)
-    settings = load_nested(
-        overrides_for(task, run_dir / "first", "data.validation_files=[]", "trainer.save_final=false")
-    )
+    settings = load_nested(overrides_for(task, run_dir / "first", "data.validation_files=[]", "trainer.save_freq=null"))
     del settings["reward"]
     megatron_rl.Trainer.from_hf_config(
         task / "model",

@@ -206,7 +206,7 @@ def test_logits_of_a_long_pair_are_computed_in_chunks(task: Path, tmp_path: Path
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     settings = [
         *(f"model.path={tmp_path}/model", "model.dtype=float32", f"data.train_files=[{tmp_path}/pairs.jsonl]"),
-        *("data.train_batch_size=1", "trainer.total_steps=1", "trainer.save_final=false", "data.max_prompt_length=8"),
+        *("data.train_batch_size=1", "trainer.total_steps=1", "trainer.save_freq=null", "data.max_prompt_length=8"),
         *(f"data.max_response_length={length}", f"actor.max_tokens_per_microbatch={2 * length + 8}"),
     ]
     chunked, whole = (

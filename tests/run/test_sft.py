@@ -57,7 +57,7 @@ def test_what_the_loss_loses_is_found(lose: str, task: Path, tmp_path: Path) -> 
         "data.max_prompt_length=8",
         "data.max_response_length=8",
         "trainer.total_steps=1",
-        "trainer.save_final=false",
+        "trainer.save_freq=null",
         f"trainer.run_dir={tmp_path}/run",
     ]
     (found,) = run_ranks(_train, 1, overrides, lose, timeout=100)
@@ -85,7 +85,7 @@ def test_the_loss_of_conversations_is_that_of_their_replies(template: str, tmp_p
     overrides = [
         *(f"model.path={tmp_path}/model", "model.dtype=float32", f"data.train_files=[{file}]", "engine=fsdp"),
         *("data.messages_key=messages", "data.train_batch_size=2", "data.max_length=120", "optim.lr=0.0"),
-        *("trainer.total_training_steps=2", "trainer.save_final=false", f"trainer.default_local_dir={tmp_path}/run"),
+        *("trainer.total_training_steps=2", "trainer.save_freq=null", f"trainer.default_local_dir={tmp_path}/run"),
     ]
     (found,) = run_ranks(_train, 1, overrides, "nothing", timeout=100)
     assert found is None

@@ -90,7 +90,7 @@ def order(prompts, epoch):
     return np.random.default_rng([1, epoch]).permutation(len(prompts))
 
 config = {"model.dtype": "float32", "data": {"train_batch_size": 2, "max_response_length": 8, "max_prompt_length": 16},
-          "rollout": {"engine": "hf", "n": 2}, "trainer": {"total_steps": 2, "run_dir": out, "save_final": False}}
+          "rollout": {"engine": "hf", "n": 2}, "trainer": {"total_steps": 2, "run_dir": out, "save_freq": None}}
 data, reward = {"file": (file, count), "object": (rows, count_batch), "function": ([__file__ + ":make"], count)}[kind]
 if kind == "object":
     tempfile.tempdir = out + "_models"

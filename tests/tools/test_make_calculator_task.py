@@ -84,7 +84,7 @@ def test_the_policy_learns_to_ask(tmp_path: Path) -> None:
         f"data.validation_files=[{task}/validation.jsonl]",
         "trainer.total_steps=12",
         "trainer.test_freq=12",
-        "trainer.save_final=false",
+        "trainer.save_freq=null",
         f"trainer.run_dir={runs}/grpo",
     )
     records = [json.loads(line) for line in (runs / "grpo/metrics.jsonl").read_text().splitlines()]

@@ -96,7 +96,7 @@ def test_the_policy_learns(name: str, module: str, tmp_path: Path) -> None:
         *([f"data.train_files=[{task}/train.jsonl]"] if name == "guesses" else []),
         f"data.validation_files=[{task}/validation.jsonl]",
         "trainer.test_freq=0",
-        "trainer.save_final=false",
+        "trainer.save_freq=null",
         f"trainer.run_dir={runs}/grpo",
     )
     records = [json.loads(line) for line in (runs / "grpo/metrics.jsonl").read_text().splitlines()]

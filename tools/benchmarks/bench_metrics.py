@@ -119,7 +119,7 @@ def measure(overrides: list[str], recipe: Path) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         run_dir = Path(directory) / "run"
-        config = load_config(recipe, [*overrides, f"trainer.run_dir={run_dir}", "trainer.save_final=false"]).config
+        config = load_config(recipe, [*overrides, f"trainer.run_dir={run_dir}", "trainer.save_freq=null"]).config
         for patch in list_patches(costs, config):
             stack.enter_context(patch)
         original = PhaseTimers.begin_step

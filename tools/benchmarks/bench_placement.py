@@ -137,7 +137,7 @@ def make_overrides(task: Path, run_dir: str, steps: int) -> list[str]:
         "placement.reference=1",
         "placement.rollout=0",
         "trainer.val_before_train=false",
-        "trainer.save_final=false",
+        "trainer.save_freq=null",
         f"trainer.total_steps={steps}",
         f"trainer.run_dir={run_dir}",
     ]

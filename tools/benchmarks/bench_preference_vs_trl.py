@@ -85,7 +85,7 @@ def run_ours(directory: Path, workload: str, steps: int) -> dict[str, Any]:
         *(f"data.train_batch_size={PAIRS}", f"data.max_prompt_length={prompt}", f"data.max_response_length={longest}"),
         *("data.shuffle=false", f"actor.lr={LEARNING_RATE}", "actor.weight_decay=0", "actor.adam_beta2=0.999"),
         *("actor.max_tokens_per_microbatch=4096", "actor.logprob_chunk_tokens=4096", f"trainer.total_steps={steps}"),
-        *(f"preference.beta={BETA}", "trainer.save_final=false", f"trainer.run_dir={directory}/run-{os.getpid()}"),
+        *(f"preference.beta={BETA}", "trainer.save_freq=null", f"trainer.run_dir={directory}/run-{os.getpid()}"),
     ]
     program.PreferenceTrainer = TimedTrainer
     program.train_preferences(load_config(None, settings).config, None)

@@ -38,7 +38,7 @@ COMMON = (
     "rollout.n=4",
     "rollout.kv_cache_gib=0.25",
 )
-SAVES = ("trainer.save_freq=1", "trainer.save_final=false", "checkpoint.async_save=false")
+SAVES = ("trainer.save_freq=1", "checkpoint.async_save=false")
 LONG = (
     *("data.train_batch_size=3", "actor.ppo_mini_batch_size=3", "rollout.n=2"),
     *("data.max_response_length=1000", "rollout.min_tokens=1000", "actor.max_tokens_per_microbatch=2200"),

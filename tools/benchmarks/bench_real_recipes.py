@@ -123,7 +123,7 @@ def warm_start(directory: Path, seed: int, options: argparse.Namespace) -> list[
     demonstrations, run = directory / "demonstrations.jsonl", directory / "warm_start"
     write_demonstrations(SUMS / "train.jsonl", DEMONSTRATIONS, demonstrations)
     settings = [f"data.train_files=[{demonstrations}]", "data.validation_files=[]", "data.answer_key=response"]
-    settings += [f"data.train_batch_size={DEMONSTRATIONS_PER_STEP}", "trainer.save_final=true", f"trainer.seed={seed}"]
+    settings += [f"data.train_batch_size={DEMONSTRATIONS_PER_STEP}", "trainer.save_freq=0", f"trainer.seed={seed}"]
     steps = DEMONSTRATIONS // DEMONSTRATIONS_PER_STEP
     settings += [f"trainer.total_steps={steps}", f"trainer.run_dir={run}"]
     launch(run, options, "launch/pretrain_sft.py", *settings)
@@ -146,7 +146,7 @@ def run_preference(directory: Path, seed: int, settings: tuple[str, ...], option
     steps = write_pairs(prompts, sampled, seed, pairs) // PAIRS_PER_STEP
     more = [f"data.train_files=[{pairs}]", "data.validation_files=[]", f"data.train_batch_size={PAIRS_PER_STEP}"]
     more += [f"trainer.seed={seed}", f"trainer.total_steps={steps}", f"trainer.run_dir={run}"]
-    more += [f"trainer.save_freq={steps // 2}", "trainer.save_final=true"]
+    more += [f"trainer.save_freq={steps // 2}"]
     launch(run, options, "launch/pretrain_preference.py", *settings, *more)
     rows = []
     for step in (0, steps // 2, steps):

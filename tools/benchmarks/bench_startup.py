@@ -37,7 +37,7 @@ def measure_start(nproc: int, arguments: list[str]) -> dict[str, dict[str, float
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as run_dir:
-        settings = [f"trainer.run_dir={run_dir}/run", "trainer.total_steps=1", "trainer.save_final=false"]
+        settings = [f"trainer.run_dir={run_dir}/run", "trainer.total_steps=1", "trainer.save_freq=null"]
         start = time.monotonic()
         with subprocess.Popen(
             [*command, "launch/pretrain_grpo.py", *arguments, *settings],

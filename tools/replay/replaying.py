@@ -151,8 +151,7 @@ def make_config(capsule: Capsule, run_dir: Path, overrides: Sequence[str]) -> Ru
         "test_freq": 0,
         "val_before_train": False,
         "best_metric": None,
-        "save_freq": 0,
-        "save_final": False,
+        "save_freq": None,
         "profile_steps": [],
     }
     sections["observability"] = {"trackers": []}
