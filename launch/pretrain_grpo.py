@@ -22,7 +22,7 @@ def check_memory(
     from tools.planning.automatic import choose_layout
 
     cluster, chosen = describe_cluster(world_size, memory_gib, gpus_per_node), []
-    if config.layout.mode == "auto":
+    if config.layout.mode != "given":
         config, chosen = choose_layout(config, resolve(config), cluster, recipe)
     return config, chosen, check_fits(config, resolve(config), cluster, recipe)
 
@@ -33,7 +33,7 @@ def train(loaded: LoadedConfig, recipe: Path | None) -> None:
     from megatron_rl.run.inputs import NO_PARTS, Parts
 
     parts = NO_PARTS
-    if loaded.config.layout.mode == "auto":
+    if loaded.config.layout.mode != "given":
         from tools.planning.automatic import choose_layout
 
         parts = Parts(choose_layout=choose_layout)

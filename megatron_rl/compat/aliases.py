@@ -148,6 +148,19 @@ def _move_share(parts: Parts) -> Combined:
         yield note(given, "it belongs to algorithm.policy_loss clip_cov and kl_cov")
 
 
+def _join_lengths(parts: Parts) -> Combined:
+    """Translate `layout.lengths`, which had an effect in the mode auto alone."""
+    lengths, mode = parts.get("layout.lengths"), parts.get("layout.mode")
+    lengths = None if lengths is None or lengths.value is None else lengths
+    if lengths and mode and mode.value == "auto":
+        yield replace(max(mode, lengths, key=lambda one: one.layer), name=mode.name, value=f"auto {lengths.value}")
+        return
+    if mode:
+        yield mode
+    if lengths:
+        yield note(lengths, "layout.mode is not 'auto'")
+
+
 def _move_final(parts: Parts) -> Combined:
     """Translate `trainer.save_final`: without checkpoints of steps, false means none at all."""
     final, steps = parts["trainer.save_final"], parts.get("trainer.save_freq")
@@ -222,6 +235,7 @@ _MOVED = (
         "preference.desirable_weight preference.undesirable_weight", "preference.kto_weights", _set_weight, [1.0, 1.0]
     ),
     move(" ".join(_SILENCES), "rollout.silent_seconds", _set_silence),
+    AliasGroup(("layout.mode", "layout.lengths"), "layout.mode", _join_lengths, targets={"layout.mode": "layout.mode"}),
     AliasGroup(("trainer.save_final",), "trainer.save_freq", _move_final, reads=("trainer.save_freq",)),
     move("observability.status_host", "observability.status_port", _add_host),
     move(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import operator
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import lru_cache
@@ -104,6 +105,13 @@ def _check_order(
 
 
 def _check_run(config: CheckedConfig) -> None:
+    config.require(
+        re.fullmatch(r"given|auto( .+)?", config.get("layout.mode")) is not None,
+        "layout.mode",
+        "is not known",
+        expected="given, auto, or auto LENGTHS",
+        hint="lengths of responses are written as for tools/plan.py --lengths",
+    )
     config.require(
         config.get("checkpoint.resume") != "must" or config.get("trainer.run_dir") is not None,
         "checkpoint.resume",
@@ -255,7 +263,6 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
     yield not config.rollout.supports("is_server"), "rollout.server", f"{engine} is no server"
     is_outside = config.schedule.elastic or config.rollout.supports("is_server")
     yield not is_outside, "rollout.silent_seconds", f"{engine} is in the ranks"
-    yield config.layout.mode == "given", "layout.lengths", "layout.mode is 'given'"
     yield not config.data.validation_files, "trainer.test_freq", "data.validation_files is empty"
     yield no_kl, "algorithm.kl_target", "algorithm.kl_coef is 0"
     yield no_kl, "algorithm.kl_in", "algorithm.kl_coef is 0"

@@ -134,10 +134,13 @@ def check_sources(config: CheckedConfig, *rules: Callable[[CheckedConfig], None]
     run, sources = config.config, config.config.data.sources
     why = "beside data.sources, whose entries have files and weights of their own"
     config.apply(CheckedConfig.allow, "data.weights", None, why, "leave out data.sources")
-    config.exclude(
-        SOURCES,
-        ("trainer.capture_step", None, "a capsule holds prompts of one kind"),
-        ("layout.lengths", None, "the lengths of one kind of response"),
+    config.exclude(SOURCES, ("trainer.capture_step", None, "a capsule holds prompts of one kind"))
+    config.require(
+        run.layout.lengths is None,
+        "layout.mode",
+        f"has the lengths of one kind of response, and {SOURCES} of several",
+        expected="given or auto",
+        hint="leave the lengths out",
     )
     if not isinstance(run.data.shuffle, bool):
         why = "beside data.sources, which take turns by their weights"

@@ -477,12 +477,16 @@ class HybridConfig:
 class AutoLayoutConfig:
     """Choice of the layouts; `layout: auto` is short for `layout: {mode: auto}` (docs/planning.md)."""
 
-    mode: Literal["given", "auto"] = option("given", "given: by the sections; auto: the planner's fastest that fits.")
-    lengths: str | None = option(
-        None,
-        "mode auto: lengths of responses, as tools/plan.py --lengths, by which schedule and placement are chosen, "
-        "too; null: both stay.",
+    mode: str = option(
+        "given",
+        "given: by the sections; auto: the planner's fastest that fits; auto LENGTHS: with the schedule and placement "
+        "that suit such responses (tools/plan.py --lengths).",
     )
+
+    @property
+    def lengths(self) -> str | None:
+        """Lengths of responses by which schedule and placement are chosen, if they are."""
+        return self.mode.partition(" ")[2].strip() or None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ def order_kernels(config: RunConfig) -> None:
     """
     roles = config.actor, config.critic
     is_split = any(role.tensor_model_parallel_size * role.context_parallel_size > 1 for role in roles)
-    if (is_split or config.layout.mode == "auto") and FULLY_SHARDED not in [role.zero_stage for role in roles]:
+    if (is_split or config.layout.mode != "given") and FULLY_SHARDED not in [role.zero_stage for role in roles]:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 

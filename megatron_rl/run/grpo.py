@@ -448,7 +448,7 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
         from megatron_rl.planning.cluster import find_cluster
 
         cluster = find_cluster(world_size, ranks_per_node, memory)
-    if config.layout.mode == "auto":
+    if config.layout.mode != "given":
         if parts.choose_layout is None:
             from megatron_rl.run.user_program import refuse_auto
 

@@ -105,7 +105,7 @@ def plan_run(
     if check_memory is not None and "--gpu-memory-gib" in flags:
         config, chosen, memory = check_memory(config, recipe, world_size, *_gpus(flags))
         notes, shown = [*notes, *chosen], config
-    elif config.layout.mode == "auto" and check_memory is not None:
+    elif config.layout.mode != "given" and check_memory is not None:
         raise UserError(
             "layout.mode = 'auto' in a dry run without the memory of a GPU",
             source="layout.mode",

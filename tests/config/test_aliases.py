@@ -443,6 +443,8 @@ def test_settings_that_are_gone_are_read_where_they_say_what_is_done(tmp_path: P
         ("rollout: {stop: ['7'], stop_token_ids: [7]}", [], "rollout.stop", ["7", 7]),
         ("rollout: {stop_token_ids: [7]}", ['rollout.stop=[8,"8"]'], "rollout.stop", [8, "8"]),
         ("rollout: {stop: x}", ["rollout.stop_token_ids=9"], "rollout.stop", ["x", 9]),
+        ("layout: {mode: given, lengths: null}", [], "layout.mode", "given"),
+        ("layout: {mode: auto, lengths: a.txt}", ["trainer.seed=2"], "layout.mode", "auto a.txt"),
         ("trainer: {save_freq: 0, save_final: true}", [], "trainer.save_freq", 0),
         ("trainer: {save_freq: 0, save_final: false}", [], "trainer.save_freq", None),
         ("trainer: {save_freq: 0}", ["trainer.save_final=false"], "trainer.save_freq", None),

@@ -121,6 +121,7 @@ def test_a_mistake_names_the_entry_and_its_line(
         ("data.sources=[{files: [a]}]", "None is no name of a source"),
         ("data.sources=[a.jsonl]", "'a.jsonl' is no name of a source"),
         ("data.sources=[{name: a}]", "data.sources.a.files is missing"),
+        ("layout=auto lognormal:400,1", "layout.mode = 'auto lognormal:400,1' has the lengths of one kind of response"),
     ],
 )
 def test_settings_that_do_not_go_with_sources(recipe: Path, setting: str, found: str) -> None:

@@ -29,7 +29,7 @@ from tools.planning.automatic import choose_layout
 from tools.planning.communication import Assumptions, predict_seconds
 
 RECIPE = Path(__file__).resolve().parents[2] / "launch/recipes/qwen2.5_7b_gsm8k.yaml"
-LONG_TAIL = ["layout.lengths=lognormal:1500,1.2", "data.max_response_length=15872", "data.train_batch_size=64"]
+LONG_TAIL = ["layout=auto lognormal:1500,1.2", "data.max_response_length=15872", "data.train_batch_size=64"]
 
 
 def choose(*overrides: str, gpus: int = 8, memory_gib: float = 80) -> tuple[RunConfig, list[str]]:
@@ -86,18 +86,29 @@ def test_what_fits_nowhere_is_refused() -> None:
     with pytest.raises(UserError, match='no layout is accepted and fits 8 rank.*that of the config: phase ".*too many'):
         choose(memory_gib=4)
     with pytest.raises(UserError, match="nowhere.txt"):
-        choose("layout.lengths=nowhere.txt")
+        choose("layout.mode=auto nowhere.txt")
 
 
 def test_how_it_is_written() -> None:
-    """`layout: auto` in a recipe is that on the command line, and lengths alone do nothing."""
+    """`layout: auto` in a recipe is that on the command line, lengths included; earlier, they were apart."""
     text = yaml.safe_load(RECIPE.read_text())
     assert load_config(text | {"layout": "auto"}).config.layout.mode == "auto"
     assert load_config(text | {"layout": {"mode": "auto"}}).config.layout.mode == "auto"
-    with pytest.raises(UserError, match="layout.mode = 'automatic'"):
-        load_config(text | {"layout": "automatic"})
-    loaded = load_config(RECIPE, ["layout.lengths=lognormal:400,1.0"])
-    assert loaded.config.layout.lengths is None and "layout.mode is 'given'" in loaded.notes[-1]
+    for bad in ("automatic", "given lognormal:400,1.0"):
+        with pytest.raises(UserError, match=f"layout.mode = '{bad}' is not known"):
+            load_config(text | {"layout": bad})
+    lengths = load_config(RECIPE, ["layout.mode=auto   a run/rollouts"]).config.layout.lengths
+    assert lengths == "a run/rollouts" and load_config(RECIPE, ["layout=auto"]).config.layout.lengths is None
+    earlier = "layout.lengths=lognormal:400,1.0"
+    for recipe, overrides in (
+        (text | {"layout": "auto"}, [earlier]),
+        (text | {"layout": {"mode": "auto", "lengths": "lognormal:400,1.0"}}, []),
+        (text | {"layout": {"mode": "given", "lengths": "lognormal:400,1.0"}}, ["layout=auto"]),
+    ):
+        loaded = load_config(recipe, overrides)
+        assert (loaded.config.layout.mode, loaded.notes) == ("auto lognormal:400,1.0", [])
+    loaded = load_config(RECIPE, [earlier])
+    assert loaded.config.layout.mode == "given" and "layout.mode is not 'auto'" in loaded.notes[-1]
     config = load_config(RECIPE, ["layout=auto"]).config
     with pytest.raises(UserError, match="in supervised fine-tuning"):
         SftPlan.build(config, 8)
