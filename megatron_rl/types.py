@@ -128,7 +128,7 @@ class Prompt:
         tokens: [s] int32.
         text: with the chat template applied.
         ground_truth: reference for the reward: a text, or a list or dict if the reward function takes it.
-        data_source: selects the scorer with reward.rule=by_data_source.
+        data_source: selects the scorer with reward.function=by_data_source.
         extra_info: further columns for the reward function.
         row: all columns except the prompt's.
         messages: before the template, or `None` for plain text.

@@ -55,7 +55,7 @@ def trace(rank: int, world_size: int, directory: str, extra: list[str]) -> Enter
     """Run the job of one rank; return the functions that the second of its three steps enters."""
     task, found, steps = Path(directory), set[CodeType](), trainer_module.Trainer.steps
     trainer_module.Trainer.steps = lambda self: trace_body(steps(self), 2, found)
-    settings = ("reward.function=null", "reward.rule=exact", "data.validation_files=[]", "trainer.total_steps=3")
+    settings = ("reward.function=exact", "data.validation_files=[]", "trainer.total_steps=3")
     error = train(rank, world_size, overrides_for(task, task / "run", *settings, *extra))
     assert error is None, error
     entered: Entered = defaultdict(Counter)

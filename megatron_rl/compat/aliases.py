@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from megatron_rl.compat import name_groups, name_tables, sft_names, trl, verl_defaults
@@ -28,6 +29,7 @@ from megatron_rl.compat.kinds import (
     look_up,
     move,
     note,
+    put,
     read_boolean,
     same,
 )
@@ -35,7 +37,7 @@ from megatron_rl.compat.name_tables import PATTERNS, refuse_stages
 from megatron_rl.config.algorithm import KlCovOptions
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.fields import WIDTH, FieldInfo, coerce, list_fields, list_options, render, section_classes
-from megatron_rl.config.schema import ACTOR_DECIDES
+from megatron_rl.config.schema import ACTOR_DECIDES, REWARD_RULES, RewardConfig
 from megatron_rl.config.sections import CheckpointConfig, ObservabilityConfig
 from megatron_rl.config.sources import COMMAND_LINE, Setting, describe
 from megatron_rl.config.suggestions import unknown_key_error
@@ -129,6 +131,80 @@ def _merge(earlier: str, target: str) -> AliasGroup:
         yield replace(given, name=target)
 
     return AliasGroup((earlier,), target, combine, reads=(target,), targets={earlier: target})
+
+
+_ANSWERS = (("marked", "marked"), ("any", "any"))
+# Settings of a reward in this and earlier versions, of the run and of a source of prompts.
+_REWARD = re.compile(r"((?:data\.sources\.[^.]+\.)?reward)\.(rule|answer|function|components)")
+
+
+def _drop_nulls(settings: Sequence[Setting]) -> list[Setting]:
+    """Return the settings without `reward.function` null, and without the functions, not rules, that it takes back."""
+    kept = list[Setting]()
+    for one in settings:
+        if one.value is not None or not one.name.endswith("reward.function"):
+            kept.append(one)
+            continue
+        files = name_groups.REWARD_FILES if one.name == "reward.function" else ()
+        kept = [
+            other
+            for other in kept
+            if other.value in REWARD_RULES
+            or not (other.name == one.name or (other.name in files and other.layer < one.layer))
+        ]
+    return kept
+
+
+def _join_rewards(settings: Sequence[Setting], mistakes: Mistakes) -> tuple[list[Setting], list[str]]:
+    """Translate `reward.rule` and `reward.answer` of the run and of sources; return all settings, and notes.
+
+    A rule counts where no function is named, and an answer for the rule math, alone or in components.
+    """
+    found, notes, places = list[Setting](), list[str](), {"reward": dict[str, list[Setting]]()}
+    for one in settings:
+        if (parts := _REWARD.fullmatch(one.name)) is None:
+            found.append(one)
+        elif one.value is not None or one.name == "reward.components":
+            with mistakes.collect("reward.function"):
+                if parts[2] == "answer":
+                    look_up(one, "reward.function", _ANSWERS, "set reward.function=math or reward.function=math_any")
+                places.setdefault(parts[1], {}).setdefault(parts[2], []).append(one)
+    for place, given in places.items():
+        rule, function = _strongest(given.get("rule", ())), _strongest(given.get("function", ()))
+        if rule and (function is None or (function.value in REWARD_RULES and function.layer < rule.layer)):
+            given["function"] = [replace(rule, name=f"{place}.function")]
+        elif rule and not rule.weak and rule.value != RewardConfig.function:
+            notes.append(note(rule, f"{place}.function decides"))
+    idle = [one for given in places.values() for one in given.get("answer", ()) if one.value == "any"]
+    run = places["reward"]
+    for place, given in places.items():
+        own = given if given.keys() & {"function", "components"} else run  # a source's own replace all of the run's
+        settled = {leaf: given.get(leaf, []) for leaf in ("function", "components")}
+        answer = _strongest(given.get("answer", ())) or _strongest(run.get("answer", ()))
+        if answer and (own is given or "answer" in given):
+            components = _strongest(own.get("components", ()))
+            leaf = "components" if components and components.value else "function"
+            before = own.get(leaf) or [put(answer, f"reward.{leaf}", RewardConfig.function)]
+            settled[leaf] = [replace(_set_answer(one, answer), name=f"{place}.{leaf}") for one in before]
+            if [one.value for one in settled[leaf]] != [one.value for one in before]:
+                idle = [one for one in idle if one is not answer]
+        found += [*settled["function"], *settled["components"]]
+    return found, [*notes, *(note(answer, "it belongs to the rule math") for answer in idle)]
+
+
+def _strongest(settings: Sequence[Setting]) -> Setting | None:
+    return max(reversed(settings), key=lambda one: (one.layer, not one.weak), default=None)
+
+
+def _set_answer(setting: Setting, answer: Setting) -> Setting:
+    """Return a function or components with the rule of mathematics that `answer` is, unless it was given after it."""
+    before, after = ("math", "math_any") if answer.value == "any" else ("math_any", "math")
+    if answer.value == "marked" and answer.layer <= setting.layer:
+        return setting
+    texts = setting.value if isinstance(setting.value, list) else [setting.value]
+    change = partial(re.sub, rf"^(\s*\S+\s+)?{before}(?!\S)", rf"\g<1>{after}")
+    changed = [change(text) if isinstance(text, str) else text for text in texts]
+    return replace(setting, value=changed if isinstance(setting.value, list) else changed[0])
 
 
 def _add_tracker(part: Setting, trackers: Any) -> list[Any]:
@@ -283,7 +359,7 @@ def translate(
         mistakes: collects the errors, which are not raised.
     """
     latest: dict[str, Setting] = {}
-    for setting in settings:
+    for setting in _drop_nulls(settings):
         latest.pop(setting.name, None)  # so that a repeated name moves to its later position
         if setting.value not in _NOTHING:
             latest[setting.name] = replace(setting, value=_expand_home(setting.value))
@@ -315,7 +391,7 @@ def translate(
                 translated += _rename(setting, alias, fields)
             elif isinstance(alias, SameAs):
                 repeated.append((setting, alias))
-            elif alias is None and setting.name in fields:
+            elif alias is None and (setting.name in fields or _REWARD.fullmatch(setting.name)):
                 translated.append(setting)
             else:
                 if alias is None:
@@ -324,6 +400,8 @@ def translate(
                         raise unknown_key_error(setting.name, setting.source, fields, alias_targets())
                     alias = patterns[pattern]
                 idle += _ignore(setting, alias)
+    translated, more = _join_rewards(translated, mistakes)
+    notes += more
     for setting, alias in repeated:
         with mistakes.collect(alias.target):
             notes += _compare(setting, alias, translated, fields)

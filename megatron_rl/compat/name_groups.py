@@ -210,7 +210,7 @@ _TRUNCATION, _FILTER = "data.truncation", "data.filter_overlong_prompts"
 _REWARD_KEY = "data.reward_fn_key"
 _DO_SAMPLE = "actor_rollout_ref.rollout.val_kwargs.do_sample"
 _VAL_TEMPERATURE = "actor_rollout_ref.rollout.val_kwargs.temperature"
-_REWARD_FILES = ("custom_reward_function.path", "reward.custom_reward_function.path")
+REWARD_FILES = ("custom_reward_function.path", "reward.custom_reward_function.path")
 _RESUME_MODE, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _PROMPT, _RESPONSE = "data.max_prompt_length", "data.max_response_length"
 
@@ -251,7 +251,7 @@ def _reward_model_group(enable: str, path: str) -> AliasGroup:
             if given is not None:
                 yield note(given, f"{enable} is not true")
             return
-        function = next((parts[name] for name in _REWARD_FILES if name in parts and parts[name].value), None)
+        function = next((parts[name] for name in REWARD_FILES if name in parts and parts[name].value), None)
         if function is not None:
             raise UserError(
                 f"{enable} = true and {describe(function)}",
@@ -273,7 +273,7 @@ def _reward_model_group(enable: str, path: str) -> AliasGroup:
         yield put(switch, "reward.components", ["1.0 model"], weak=True)
 
     return AliasGroup(
-        (enable, path), "reward_model.path and the reward source 'model'", combine, (*_REWARD_FILES, _PROMPT, _RESPONSE)
+        (enable, path), "reward_model.path and the reward source 'model'", combine, (*REWARD_FILES, _PROMPT, _RESPONSE)
     )
 
 
@@ -292,7 +292,7 @@ def _combine_overlong(parts: Parts) -> Combined:
 def _combine_reward_key(parts: Parts) -> Combined:
     """Translate `data.reward_fn_key` = "data_source", the column that chooses a rule in verl, to our rule-based reward.
 
-    A reward function or service in the recipe takes precedence.
+    It is a rule as in earlier versions, to which a reward function or service in the recipe is preferred.
     """
     key = parts[_REWARD_KEY]
     if key.value == "data_source":
@@ -749,7 +749,7 @@ GROUPS: tuple[AliasGroup, ...] = (
     AliasGroup((_CLIP_RATIO,), CLIP_SIDES, lambda parts: split_clip(parts[_CLIP_RATIO])),
     _reward_model_group("reward_model.enable", "reward_model.model.path"),
     _reward_model_group("reward.reward_model.enable", "reward.reward_model.model_path"),
-    *(_reward_group(file.removesuffix(".path")) for file in _REWARD_FILES),
+    *(_reward_group(file.removesuffix(".path")) for file in REWARD_FILES),
     AliasGroup(
         (*_CORRECTION.values(), _ENGINE_LOGPROBS),
         "algorithm.importance_sampling (bypass: bypass_mode or use_rollout_log_probs), importance_low and "
@@ -765,7 +765,7 @@ GROUPS: tuple[AliasGroup, ...] = (
     ),
     AliasGroup((_MTP_TRAIN, _MTP_ALONE), "actor.mtp_lr, the actor's rate", _combine_mtp, reads=(_ACTOR_RATE,)),
     AliasGroup((_MTP_DRAFTS, _MTP_COUNT), "rollout.draft_tokens (vllm)", _combine_drafts, reads=(_ROLLOUT_NAME,)),
-    AliasGroup((_REWARD_KEY,), "reward.rule=by_data_source, unless the recipe has another rule", _combine_reward_key),
+    AliasGroup((_REWARD_KEY,), "reward.function=by_data_source, unless another is given", _combine_reward_key),
     AliasGroup((_TRUNCATION, _FILTER), "data.overlong_prompts", _combine_overlong),
     AliasGroup((_DO_SAMPLE, _VAL_TEMPERATURE), "rollout.validation_temperature", _combine_validation_sampling),
     trackers_group("trainer.logger"),

@@ -83,7 +83,6 @@ def add_defaults(settings: dict[str, Setting]) -> None:
 def describe_assumed(translated: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> list[str]:
     """Return one line with the defaults of verl's that take effect and differ from this program's."""
     given = {one.name for one in translated if one.layer != ASSUMED}
-    given |= {"reward.rule"} if "reward.function" in given else set()  # it takes precedence
     taken = {
         one.name: render(one.value)
         for one in translated

@@ -8,6 +8,7 @@ Settings without effect are reset before, so that no check refuses them, and rep
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import operator
 import os
@@ -23,6 +24,7 @@ from megatron_rl.config.checked import CheckedConfig, Mistakes
 from megatron_rl.config.fields import FieldInfo, list_fields, list_options, render
 from megatron_rl.config.schema import (
     FULLY_SHARDED,
+    REWARD_RULES,
     STAGE_SETTINGS,
     TRAINED,
     ActorConfig,
@@ -154,13 +156,14 @@ def _check_data(config: CheckedConfig) -> None:
 
 def _check_reward(config: CheckedConfig) -> None:
     function = config.get("reward.function")
-    path, _, name = (function or "").rpartition(":")
+    path, _, name = function.rpartition(":")
+    close = difflib.get_close_matches(function, REWARD_RULES, n=1)
     config.require(
-        function is None or bool(path and name.isidentifier()) or function.startswith(("http://", "https://")),
+        function in REWARD_RULES or bool(path and name.isidentifier()) or function.startswith(("http://", "https://")),
         "reward.function",
-        "does not name a function in a file",
-        expected="path.py:name, or an http(s) URL",
-        hint="write e.g. reward.function=my_reward.py:compute_score",
+        "names neither a rule nor a function in a file",
+        expected=f"{', '.join(REWARD_RULES)}, path.py:name, or an http(s) URL",
+        hint=f"did you mean {close[0]!r}?" if close else "write e.g. reward.function=my_reward.py:compute_score",
     )
     for source in config.get("reward.models"):
         name = source.partition(":")[2]

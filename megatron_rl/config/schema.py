@@ -32,6 +32,7 @@ from megatron_rl.config.sections import (
 from megatron_rl.extension.registry import ENGINES
 
 TRAINED = ("actor", "critic")  # sections of roles with an optimizer
+REWARD_RULES = ("math", "math_any", "exact", "format", "by_data_source")  # functions of this program
 REWARD_MODEL = "model"  # the source of rewards; NAME of `reward_model.further` is model:NAME
 FULLY_SHARDED = 3  # the `zero_stage` in which ranks share weights
 STREAMED_BYTES = 512 << 20  # moments on a GPU at a time with `offload_optimizer: stream`; one parameter may have more
@@ -290,21 +291,16 @@ class TeacherConfig(LayoutConfig):
 class RewardConfig:
     """Scoring of responses: a weighted sum of sources, each logged by its name."""
 
-    rule: Literal["exact", "math", "format", "by_data_source"] = option(
-        "math", "Rule if nothing else is given; by_data_source: what verl gives on public sets."
-    )
-    answer: Literal["marked", "any"] = option(
-        "marked", "Rule math: the answer must be marked (\\boxed{}, ####, the data set's way), or any last one counts."
-    )
-    function: str | None = option(
-        None,
-        "Your reward as path.py:name, with verl's signature (data_source, solution_str, ground_truth, extra_info); or "
-        "the URL of an HTTP service that batches of responses are posted to as JSON.",
+    function: str = option(
+        "math",
+        "A rule: math (equal to the truth, with a marked answer), math_any (any last answer counts), exact, format, or "
+        "by_data_source (verl's for public sets); or your path.py:name, with verl's signature (data_source, "
+        "solution_str, ground_truth, extra_info); or the URL of a service that batches of responses are posted to.",
     )
     components: list[str] = option(
         [],
         "Weighted sum of sources, each 'WEIGHT SOURCE': a rule, path.py:name, an http(s) URL, or 'model'; with a "
-        "schedule (1@0,0.2@100 SOURCE) and thresholds (docs/rewards.md); overrules rule and function.",
+        "schedule (1@0,0.2@100 SOURCE) and thresholds (docs/rewards.md); overrules function.",
     )
     workers: int = option(0, "Processes per rank for rules and functions; 0: in the rank itself.", "processes", ge=0)
     worker_secrets: list[str] = option([], "Variables that workers get although their names say key, token or secret.")

@@ -30,7 +30,7 @@ OWN = {
     for section, leaves in {
         "data": ("system_prompt", "max_prompt_length", "max_response_length"),
         "agents": ("environment", "tools", "program", "max_turns", "turn_timeout_seconds"),
-        "reward": ("rule", "answer", "function", "components"),
+        "reward": ("function", "components"),
         "rollout": ("top_p", "top_k", "min_p", "min_tokens"),
     }.items()
     for leaf in leaves
@@ -38,7 +38,7 @@ OWN = {
 # Settings of which a source's own replace all of the run's, and their values where the source has another of them.
 _CHOICES: dict[str, dict[str, Any]] = {
     "agents": {"environment": None, "tools": [], "program": None},
-    "reward": {"function": None, "components": [], "rule": "math"},
+    "reward": {"function": "math", "components": []},
 }
 
 

@@ -46,7 +46,6 @@ from megatron_rl.rewards.calls import (
 from megatron_rl.rewards.child import ChildProcess
 from megatron_rl.rewards.scoring import (
     RULES,
-    AnswerPolicy,
     RewardFunction,
     Rule,
     Score,
@@ -70,20 +69,17 @@ _SIGNATURE = (
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def load_reward_function(
-    name: str, setting: str = "reward.function", answer: AnswerPolicy = "marked"
-) -> RewardFunction:
+def load_reward_function(name: str, setting: str = "reward.function") -> RewardFunction:
     """Load a built-in rule of `RULES` by name, or a user's function "path.py:name", relative to the working directory.
 
     Args:
         setting: config setting that holds the name, for errors.
-        answer: see `Rule`.
 
     Raises:
         UserError: the file or name is missing, the import fails, or the signature is wrong.
     """
     if name in RULES:
-        return Rule(name, answer)
+        return Rule(name)
     path, separator, attribute = name.rpartition(":")
     if not separator or not path or not attribute:
         raise UserError(
@@ -234,12 +230,9 @@ class WorkerPool:
         functions: Sequence[tuple[str, str]],
         num_workers: int,
         timeout_seconds: float,
-        *,
-        answer: str = "marked",
         secrets: Collection[str] = (),
     ) -> None:
-        self._functions, self._timeout_seconds = list(functions), timeout_seconds
-        self._answer, self._secrets = answer, secrets
+        self._functions, self._timeout_seconds, self._secrets = list(functions), timeout_seconds, secrets
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward-worker")
         self._of_this_thread = threading.local()
         self._workers: set[ChildProcess] = set()
@@ -291,7 +284,7 @@ class WorkerPool:
             worker = ChildProcess("megatron_rl.rewards.functions", self._secrets)
             self._workers.add(worker)
         try:
-            error = worker.ask((self._functions, self._answer), _START_SECONDS)
+            error = worker.ask(self._functions, _START_SECONDS)
         except (EOFError, OSError) as caught:
             code = self._end(worker, _GRACE_SECONDS)
             error = UserError(
@@ -322,8 +315,7 @@ def serve(connection: Connection) -> None:
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, messages), daemon=True).start()
     try:
-        named, answer = messages.get()
-        functions = [load_reward_function(name, setting, answer) for name, setting in named]
+        functions = [load_reward_function(name, setting) for name, setting in messages.get()]
     except UserError as error:
         connection.send(error)
         return

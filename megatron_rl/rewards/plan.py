@@ -36,7 +36,7 @@ def build_reward_plan(
     """Read the reward section and load its functions.
 
     Args:
-        config: `components`, or else the first given of `function` and `rule`.
+        config: `components`, or else `function`.
         functions: passed objects by target, used instead of loading it.
 
     Raises:
@@ -49,8 +49,7 @@ def build_reward_plan(
             for i, (text, target) in enumerate(zip(config.components, config.targets, strict=True))
         ]
     else:
-        leaf = next(leaf for leaf in ("function", "rule") if getattr(config, leaf) is not None)
-        weighted = [(1.0, None, getattr(config, leaf), f"reward.{leaf}")]
+        weighted = [(1.0, None, config.function, "reward.function")]
     repeated = next((model for model in config.models if config.models.count(model) > 1), None)
     if repeated is not None:
         raise UserError(
@@ -61,14 +60,15 @@ def build_reward_plan(
         )
     sources: dict[str, SourceSpec] = {}
     for weight, term, target, setting in weighted:
-        name = target if target in RULES else "service" if is_service(target) else target.rpartition(":")[2]
+        name = "service" if is_service(target) else target.rpartition(":")[2]
+        name = name.removesuffix("_any") if target in RULES else name  # one metric for both rules of mathematics
         names = chain([name], (f"{name}_{number}" for number in count(2)))
         taken = {*RESERVED, *sources} - {target if target == REWARD_MODEL else ""}
         name = next(unique for unique in names if unique not in taken)
         loaded = functions.get(target)
         if loaded is None and target not in config.models:
             if target in RULES:
-                loaded = Rule(target, config.answer)
+                loaded = Rule(target)
             elif is_service(target):
                 from megatron_rl.rewards.service import check_url
 
@@ -136,7 +136,7 @@ def check_truths(plan: RewardPlan, prompts: Sequence[Prompt], has_episodes: bool
 
         for data_source in sorted({prompt.data_source for prompt in prompts}):
             find_scorer(data_source)
-    for rule, prompt in product([rule for rule in ("math", "exact") if rule in targets], prompts):
+    for rule, prompt in product([rule for rule in ("math", "math_any", "exact") if rule in targets], prompts):
         if not all(isinstance(truth, str) for truth in list_truths(prompt.ground_truth)):
             raise UserError(
                 f"the rule {rule} cannot compare with the ground truth {shorten(repr(prompt.ground_truth))} of "
@@ -145,7 +145,7 @@ def check_truths(plan: RewardPlan, prompts: Sequence[Prompt], has_episodes: bool
                 expected="a text, or a list of texts of which any is right",
                 hint="use reward.function, which gets the ground truth unchanged",
             )
-    if "math" not in targets:
+    if not targets.keys() & {"math", "math_any"}:
         return []
     from megatron_rl.rewards.mathematics import is_readable
 
@@ -179,9 +179,7 @@ def open_scorer(plan: RewardPlan, decode: Callable[[Sequence[int]], str]) -> Sco
     if config.workers and functions:
         from megatron_rl.rewards.functions import WorkerPool
 
-        pool = WorkerPool(
-            functions, config.workers, config.timeout_seconds, answer=config.answer, secrets=config.worker_secrets
-        )
+        pool = WorkerPool(functions, config.workers, config.timeout_seconds, config.worker_secrets)
         opened.callback(pool.close)
     here = [spec for spec in plan.sources if spec.function and (pool is None or spec.takes_group)]
     left = None

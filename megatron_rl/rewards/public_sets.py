@@ -136,11 +136,11 @@ def find_scorer(data_source: str) -> Callable[[str, Any], float | dict[str, floa
     reason = f": {_NOT_SERVED[data_source]}" if data_source in _NOT_SERVED else ""
     raise UserError(
         f'the rule by_data_source has no scorer for the data_source "{data_source}"{reason}',
-        source="reward.rule",
+        source="reward.function",
         expected=", ".join([*_SCORERS, "aime*", f"{GYM}*"]),
         hint="name a service of yours as reward.function"
         if reason.endswith(_CODE)
-        else "use reward.rule=math or reward.function",
+        else "use reward.function=math, or a function of yours",
     )
 
 

@@ -134,8 +134,6 @@ def refuse_score(what: str, rollout: Rollout, place: str) -> UserError:
     )
 
 
-AnswerPolicy = Literal["marked", "any"]
-
 UNMARKED, TIMEOUTS, UNPARSABLE_TRUTH = "unmarked_answers", "math_timeouts", "math_unparsable_truth"
 # Counts of failures in `score_math`; their names have no source prefix in a sum.
 COUNTS = (UNMARKED, TIMEOUTS, UNPARSABLE_TRUTH)
@@ -147,7 +145,7 @@ def exact_match(response: str, ground_truth: Any) -> float:
 
 
 def score_math(
-    response: str, ground_truth: Any, data_source: str = "", answer: AnswerPolicy = "marked"
+    response: str, ground_truth: Any, data_source: str = "", answer: Literal["marked", "any"] = "marked"
 ) -> dict[str, float]:
     """Score 1.0 if the response's answer equals a ground truth mathematically, else 0.0.
 
@@ -188,12 +186,13 @@ def _score_as_verl(response: str, ground_truth: Any, data_source: str) -> float 
     return find_scorer(data_source)(response, ground_truth)
 
 
-# Name in a config -> rule(response, ground_truth, data_source, answer).
-RULES: dict[str, Callable[[str, Any, str, AnswerPolicy], float | dict[str, float]]] = {
-    "exact": lambda response, truth, source, answer: exact_match(response, truth),
+# Names of `REWARD_RULES` -> rule(response, ground_truth, data_source).
+RULES: dict[str, Callable[[str, Any, str], float | dict[str, float]]] = {
     "math": score_math,
-    "format": lambda response, truth, source, answer: marks_answer(response, truth, source),
-    "by_data_source": lambda response, truth, source, answer: _score_as_verl(response, truth, source),
+    "math_any": partial(score_math, answer="any"),
+    "exact": lambda response, truth, source: exact_match(response, truth),
+    "format": marks_answer,
+    "by_data_source": _score_as_verl,
 }
 
 
@@ -202,12 +201,10 @@ class Rule:
     """A built-in rule as a reward function."""
 
     name: str  # in `RULES`
-    # For the rule "math": "marked" accepts only a marked answer, "any" also the last expression.
-    answer: AnswerPolicy = "marked"
 
     def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> object:
         """Return the rule's score, a number or a dict; `extra_info` is ignored."""
-        return RULES[self.name](solution_str, ground_truth, data_source, self.answer)
+        return RULES[self.name](solution_str, ground_truth, data_source)
 
     def begin(self, rollout: Rollout, step: int) -> Callable[[], Score]:
         """Return a function that scores a rollout, as a source of the scorer."""

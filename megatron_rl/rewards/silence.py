@@ -21,8 +21,8 @@ from megatron_rl.rewards.scoring import UNMARKED, RewardPlan, shorten
 from megatron_rl.types import Rollout
 
 _MARK = (
-    "Ask for the mark in the prompts, as tools/prepare_prompts.py does, or set reward.answer=any, which takes "
-    "the last expression"
+    "Ask for the mark in the prompts, as tools/prepare_prompts.py does, or use the rule math_any "
+    "(reward.function=math_any), which takes the last expression"
 )
 _HARD = "Read the responses: the prompts are too hard, or the reward does not read what they say"
 _ROOM = "Raise data.max_response_length: all that follows the prompt counts, such as a game's rules"
@@ -57,13 +57,17 @@ def explain_silence(
     if metrics.get("agents/turns") == 0:
         found.append("no episode has a reply, as the first observation leaves no room for one")
         advice = _ROOM
-    elif metrics.get(f"reward/{UNMARKED}") == 1 and any(plan.config.answer == "marked" for plan in plans.values()):
+    elif metrics.get(f"reward/{UNMARKED}") == 1 and not all(map(_takes_any, plans.values())):
         found.append(r"no response marks its answer by \boxed{} or ####")
         advice = _MARK
     if not found:
         return ""
     lines = [f"health: {'; '.join(found)}. {advice} (docs/health.md#no-signal)"]
     return "\n".join([*lines, *(_quote(rollout) for rollout, _ in fetch())])
+
+
+def _takes_any(plan: RewardPlan) -> bool:
+    return any(source.target == "math_any" for source in plan.sources)
 
 
 def _quote(rollout: Rollout) -> str:

@@ -230,6 +230,8 @@ def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
     # Hydra marks a value that is given elsewhere with `???`; -1 is verl's "never", `~/` a user's home there.
     if setting.name not in fields or value in ("???", {}, -1):
         return False
+    if value is None and not fields[setting.name].accepts_none:  # of earlier versions
+        return False
     texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
     return not any(text.startswith("~/") or text.endswith("_vectorized") for text in texts)
 

@@ -72,9 +72,7 @@ def find_dependencies(config: RunConfig) -> Dependencies:
     orders = (str(order) for order in (config.data.shuffle, config.data.curriculum.kind))
     found["train_files"] += [Path(order.rpartition(":")[0]) for order in orders if ":" in order]
     found["validation_files"] = [Path(file) for file in config.data.validation_files]
-    targets = [
-        target for one in config.by_source.values() for target in one.reward.targets or [one.reward.function or ""]
-    ]
+    targets = [target for one in config.by_source.values() for target in one.reward.targets or [one.reward.function]]
     functions = {Path(target.rpartition(":")[0]) for target in targets if "://" not in target}
     functions = {path for path in functions if path.is_file()}  # rules have names, not files
     main = getattr(sys.modules["__main__"], "__file__", None)  # defines functions passed as objects

@@ -226,7 +226,7 @@ def test_what_the_server_offers_is_shown_to_the_policy(tmp_path):
     with serve_ours("desk") as url:
         agents = AgentsConfig(environment=f"openenv:{url}")
         config = SimpleNamespace(data=data, agents=agents, algorithm=AlgorithmConfig(), teachers={})
-        plan = build_reward_plan(RewardConfig(rule="exact"), 8)
+        plan = build_reward_plan(RewardConfig(function="exact"), 8)
         train, _, _ = read_prompts(config, write_chat_tokenizer(tmp_path, "qwen2.5"), plan)
     assert '"name": "visit"' in train.prompts[0].text
 

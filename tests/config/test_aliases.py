@@ -178,7 +178,7 @@ def test_a_command_in_verls_names_has_verls_defaults() -> None:
     assert (plan.rollouts_per_step, plan.optimizer_steps_per_step, plan.num_engines) == (1024, 4, 4)
     assert (config.actor.adam_beta2, config.critic.adam_beta2, config.algorithm.dual_clip) == (0.999, 0.999, 3.0)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (512, 512)
-    assert (config.reward.rule, config.actor.recompute_granularity) == ("by_data_source", "full")
+    assert (config.reward.function, config.actor.recompute_granularity) == ("by_data_source", "full")
     (note,) = loaded.notes
     assert (
         note.startswith("assumed: ")
@@ -186,9 +186,9 @@ def test_a_command_in_verls_names_has_verls_defaults() -> None:
         and "rollout.n=1" in note
         and "kl_coef" not in note
     )
-    assert "reward.rule=by_data_source" in note
+    assert "reward.function=by_data_source" in note
     (note,) = load_config(None, [*VERL, "reward.custom_reward_function.path=mine.py"]).notes
-    assert "reward.rule" not in note, "the function takes precedence"
+    assert "reward.function" not in note, "the function takes precedence"
     megatron = load_config(None, [*VERL, "model_engine=megatron"]).config
     assert megatron.actor.recompute_granularity == "none", "verl's switch belongs to FSDP"
 
@@ -470,6 +470,87 @@ def test_the_last_step_is_saved_with_those_before() -> None:
     ]
 
 
+_OLD = "function: null, components: []"
+_SUM = "['1.0 math', '0@1,2@5  math >= 1', '0.5 f.py:math if math >= 1']"
+_SUM_OF_ANY = ["1.0 math_any", "0@1,2@5  math_any >= 1", "0.5 f.py:math if math >= 1"]
+
+
+@pytest.mark.parametrize(
+    ("section", "overrides", "leaf", "expected", "noted"),
+    [
+        (f"rule: math, answer: marked, {_OLD}", [], "function", "math", ""),
+        (f"rule: exact, answer: marked, {_OLD}", [], "function", "exact", ""),
+        (f"rule: math, answer: any, {_OLD}", [], "function", "math_any", ""),
+        ("answer: any", [], "function", "math_any", ""),
+        (f"rule: exact, answer: any, {_OLD}", [], "function", "exact", "answer"),
+        ("rule: math, answer: marked, function: f.py:g, components: []", [], "function", "f.py:g", ""),
+        ("rule: exact, answer: any, function: f.py:g", [], "function", "f.py:g", "rule answer"),
+        (f"rule: math, answer: any, function: null, components: {_SUM}", [], "components", _SUM_OF_ANY, ""),
+        (f"rule: math, answer: any, function: null, components: {_SUM}", [], "function", "math", ""),
+        ("components: [1.0 exact], answer: any", [], "components", ["1.0 exact"], "answer"),
+        # A function counts before a rule, in whichever place; null takes it back.
+        ("function: f.py:g", ["reward.rule=exact"], "function", "f.py:g", "rule"),
+        ("rule: exact", ["reward.function=f.py:g"], "function", "f.py:g", "rule"),
+        ("function: f.py:g", ["reward.function=null"], "function", "math", ""),
+        ("function: f.py:g, rule: exact", ["reward.function=null"], "function", "exact", ""),
+        ("function: f.py:g", ["reward.function=null", "reward.rule=format"], "function", "format", ""),
+        # A recipe of today has its rules there.
+        ("function: exact", ["reward.rule=math"], "function", "math", ""),
+        ("function: exact", ["reward.function=null"], "function", "exact", ""),
+        ("rule: exact", ["reward.function=format"], "function", "format", "rule"),
+        ("rule: exact, function: format", [], "function", "format", "rule"),
+        # An answer belongs to the rule, whichever of them the command line has.
+        (f"rule: math, {_OLD}", ["reward.answer=any"], "function", "math_any", ""),
+        ("answer: any", ["reward.rule=math"], "function", "math_any", ""),
+        ("answer: any", ["reward.answer=marked"], "function", "math", ""),
+        ("answer: any", ["reward.components=[2 math]"], "components", ["2 math_any"], ""),
+        ("function: math_any", ["reward.answer=marked"], "function", "math", ""),
+        ("components: [1 math_any, 1 exact]", ["reward.answer=marked"], "components", ["1 math", "1 exact"], ""),
+        ("answer: marked, function: math_any", [], "function", "math_any", ""),
+    ],
+)
+def test_rules_and_answers_of_an_earlier_run_are_functions(
+    tmp_path: Path, section: str, overrides: list[str], leaf: str, expected: object, noted: str
+) -> None:
+    (path := tmp_path / "config.yaml").write_text(f"reward: {{{section}}}")
+    loaded = load_config(path, [*MINIMAL, *overrides])
+    assert getattr(loaded.config.reward, leaf) == expected
+    assert [note.partition("=")[0] for note in loaded.notes] == [f"ignored: reward.{name}" for name in noted.split()]
+
+
+@pytest.mark.parametrize(
+    ("section", "own", "expected", "components"),
+    [
+        ("rule: math", "rule: exact, answer: any", "exact", []),
+        ("function: f.py:g", "rule: math", "math", []),
+        ("answer: any, components: [1 exact]", "rule: math", "math_any", []),
+        ("rule: math, answer: any", "answer: marked", "math", []),
+        ("function: f.py:g", "answer: any", "f.py:g", []),
+        ("components: [1 math, 2 exact]", "answer: any", "math", ["1 math_any", "2 exact"]),
+        ("answer: any", "components: [1 math], function: null", "math", ["1 math_any"]),
+        ("answer: any", "function: null", "math_any", []),
+    ],
+)
+def test_rules_and_answers_of_earlier_sources(
+    tmp_path: Path, section: str, own: str, expected: str, components: list[str]
+) -> None:
+    """Their own, or else the run's: an answer of the run belongs to a rule of the source, too."""
+    source = f"{{name: sums, files: [a.jsonl], reward: {{{own}}}}}"
+    (path := tmp_path / "config.yaml").write_text(f"reward: {{{section}}}\ndata: {{sources: [{source}]}}\n")
+    reward = load_config(path, [one for one in MINIMAL if "train_files" not in one]).config.by_source["sums"].reward
+    assert (reward.function, reward.components) == (expected, components)
+
+
+def test_an_earlier_rule_or_answer_that_there_is_not() -> None:
+    for setting, found, hint in (
+        ("reward.rule=exat", "reward.function = 'exat' names neither a rule nor a function", "did you mean 'exact'?"),
+        ("reward.answer=all", "reward.answer = 'all' is not known", "set reward.function=math or reward.function="),
+    ):
+        with pytest.raises(UserError, match=found) as caught:
+            load_config(None, [*MINIMAL, setting])
+        assert "command line" in caught.value.source and hint in caught.value.hint and caught.value.expected
+
+
 def test_the_critic_has_the_betas_of_the_actor(tmp_path: Path) -> None:
     """Others are refused where there is a critic; the config.yaml of a run without one has the critic's defaults."""
     recipe = tmp_path / "config.yaml"
@@ -527,7 +608,7 @@ def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
         ("data.truncation=left", "data.overlong_prompts", "truncate"),
         ("data.truncation=right", "data.overlong_prompts", "truncate_right"),
         ("data.truncation=middle", "data.overlong_prompts", "truncate_middle"),
-        ("data.reward_fn_key=data_source", "reward.rule", "by_data_source"),
+        ("data.reward_fn_key=data_source", "reward.function", "by_data_source"),
         (
             "+data.apply_chat_template_kwargs.enable_thinking=false",
             "data.apply_chat_template_kwargs",
@@ -859,7 +940,7 @@ def test_reward_function_of_path_and_name() -> None:
     loaded = load("custom_reward_function.path=r.py", "custom_reward_function.name=score")
     assert loaded.config.reward.function == "r.py:score"
     loaded = load("custom_reward_function.path=null", "custom_reward_function.name=score")
-    assert loaded.config.reward.function is None and len(loaded.notes) == 1
+    assert loaded.config.reward.function == "math" and len(loaded.notes) == 1
 
 
 def test_greedy_validation_overrules_its_temperature() -> None:

@@ -36,7 +36,7 @@ data:
       weight: 30
       validation_files: [v.jsonl, w.jsonl]
       tools: [calculator]
-      reward: {rule: exact}
+      reward: {function: exact}
       max_response_length: 32
     - name: asked
       files: c.jsonl
@@ -67,7 +67,7 @@ def test_a_source_has_its_own_settings_and_else_the_runs(recipe: Path, tmp_path:
     assert [one.data.max_response_length for one in (sums, calls, asked)] == [64, 32, 64]
     assert [one.agents.has_episodes for one in (sums, calls, asked)] == [False, True, True]
     assert [one.rollout.top_p for one in (sums, calls, asked)] == [1.0, 1.0, 0.9]
-    assert (calls.reward.rule, calls.reward.components, calls.agents.max_turns) == ("exact", [], 3)
+    assert (calls.reward.function, calls.reward.components, calls.agents.max_turns) == ("exact", [], 3)
     assert asked.reward.components == ["1 math", "0.1 format"] and asked.data.system_prompt == "Be brief."
     written = tmp_path / "written.yaml"
     written.write_text(dump_yaml(config))
@@ -89,7 +89,7 @@ def test_an_episodes_source_replaces_the_runs_environment(recipe: Path) -> None:
     [
         ("tools: [calc", "tool: [calc", 13, "unknown setting 'data.sources.calls.tool'", "data.sources.calls.tools"),
         ("weight: 30", "weight: -1", 11, "data.sources.calls.weight = -1.0 is not positive", "leave the source out"),
-        ("rule: exact", "rule: exat", 14, "data.sources.calls.reward.rule = 'exat'", "did you mean 'exact'?"),
+        ("function: exact", "function: exat", 14, "data.sources.calls.reward.function = 'exat'", "mean 'exact'?"),
         ("length: 32", "length: 65", 15, "data.sources.calls.max_response_length = 65 is more", "raise"),
         ("name: calls", "name: sums", 9, "two sources are called 'sums'", "rename"),
         ("name: calls", "nam: calls", 9, "None is no name", "{name: sums"),
@@ -97,8 +97,8 @@ def test_an_episodes_source_replaces_the_runs_environment(recipe: Path) -> None:
         ("p.py:agent", "p.py:agent\n      environment: calculator", 19, "data.sources.asked.program", "leave out"),
         ("top_p: 0.9", "top_k: 0", 21, "data.sources.asked.top_k = 0 is no number", "-1: all"),
         ("top_p: 0.9", "temperature: 1", 21, "unknown setting 'data.sources.asked.temperature'", "rollout.temperature"),
-        ("rule: exact", "function: foo", 14, "data.sources.calls.reward.function = 'foo'", "my_reward.py"),
-        ("rule: exact", "components: [1 model]", 14, "data.sources.calls.reward.components", "reward_model.path"),
+        ("function: exact", "function: foo", 14, "data.sources.calls.reward.function = 'foo'", "my_reward.py"),
+        ("function: exact", "components: [1 model]", 14, "data.sources.calls.reward.components", "reward_model.path"),
     ],
 )
 def test_a_mistake_names_the_entry_and_its_line(
@@ -171,7 +171,7 @@ def make_rollout(source: str, text: str) -> Rollout:
 
 
 def test_each_source_has_its_reward_and_its_metrics(recipe: Path) -> None:
-    config = load_config(recipe, ["reward.rule=format"]).config
+    config = load_config(recipe, ["reward.function=format"]).config
     plans = {name: build_reward_plan(one.reward, 64) for name, one in config.by_source.items()}
     scorer = MixedScorer(plans, lambda tokens: "".join(map(chr, tokens)))
     sources, texts = ["calls", "sums", "calls", "asked"], ["2", "#### 7", "#### 7", "2"]

@@ -74,7 +74,7 @@ def test_tasks_are_prompts_and_their_answers_are_scored_by_the_package(package, 
     prompt = found.prompts[1]
     assert prompt.messages[0]["content"].startswith("What is 5 + 20?\n\nWrite your final answer between <answer>")
     assert prompt.data_source == "reasoning-gym:sums"
-    plan = build_reward_plan(RewardConfig(rule="by_data_source"), 8)
+    plan = build_reward_plan(RewardConfig(function="by_data_source"), 8)
     assert check_truths(plan, found.prompts) == []
     score = find_scorer(prompt.data_source)
     responses = ["<think>24</think> so <answer> 25 </answer>", "<think>so</think>\n25", "<answer>24</answer>", "none"]

@@ -48,7 +48,7 @@ CHANCE = 0.012  # of each other setting, of which there are more than two hundre
 NOT_ALONE = re.compile(
     r".*(path|_parallel_size|_key|_files|_length|batch_size|zero_stage)$|model\.|placement\.|layout\.|teachers\."
     r"|rollout\.(engine|server|kv_cache|gpu_|engine_options|n$)|schedule\.(replay|max_staleness)|algorithm\.plugins"
-    r"|agents\.(environment|program|tools)|reward\.(function|rule|components|service|timeout)|data\.weights"
+    r"|agents\.(environment|program|tools)|reward\.(function|components|service|timeout)|data\.weights"
     r"|trainer\.(run_dir|total|debug|profile|collective|capture|best)|observability\.(trackers|wandb|status)"
     r"|checkpoint\.resume|.*memory_gib|.*worker_secrets"
 )

@@ -39,9 +39,9 @@ def test_rules(rule, response, expected):
     assert call(load_reward_function(rule), response) == expected
 
 
-@pytest.mark.parametrize("answer, scores", [("marked", [1.0, 0.0, 0.0]), ("any", [1.0, 1.0, 0.0])])
-def test_the_rule_math_takes_the_answers_it_is_told_to(answer, scores):
-    rule = load_reward_function("math", answer=answer)
+@pytest.mark.parametrize("name, scores", [("math", [1.0, 0.0, 0.0]), ("math_any", [1.0, 1.0, 0.0])])
+def test_the_rules_of_mathematics_differ_in_the_answers_that_count(name, scores):
+    rule = load_reward_function(name)
     assert [call(rule, response)["score"] for response in ("#### 82.0", "82.0", "83")] == scores
     assert [call(rule, response)["unmarked_answers"] for response in ("#### 82.0", "82.0")] == [0.0, 1.0]
 

@@ -2,7 +2,7 @@
 r"""The rule `math` on more than 200 marked answers: no wrong one is accepted, and no right one of the table is missed.
 
 An entry holds a ground truth, answers that are right, and answers that are wrong. An answer that leaves an operation
-to the reader ("5/1") is wrong, and so is a rounded irrational number. Not covered: `answer: any`
+to the reader ("5/1") is wrong, and so is a rounded irrational number. Not covered: the rule `math_any`
 (test_operations_left.py), and single letters behind a number, which are units ("5 K", "5 M").
 """
 

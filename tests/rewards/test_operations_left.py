@@ -153,7 +153,7 @@ FINISHED = {
     "0.0025": ["2.5e-3", r"2.5 \times 10^{-3}", "1/400", "0.25%"],
     "50%": ["50%", "0.5", "1/2", "50"],
 }
-UNMARKED = {  # the last number of a text counts with `answer: any`
+UNMARKED = {  # the last number of a text counts in the rule `math_any`
     "41": (
         [
             "41",

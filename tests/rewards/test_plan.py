@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.config.schema import RewardConfig
+from megatron_rl.config.schema import REWARD_RULES, RewardConfig
 from megatron_rl.rewards.plan import build_reward_plan
-from megatron_rl.rewards.scoring import Score, compute_reward
+from megatron_rl.rewards.scoring import RULES, Score, compute_reward
 from megatron_rl.training.roles.frozen import add_model_scores
 from megatron_rl.types import UserError
 from reward_samples import make_rollout, write_function
@@ -23,7 +23,7 @@ URL = "http://localhost:8700/score"
     "settings, target",
     [
         ({}, "math"),
-        ({"rule": "format"}, "format"),
+        ({"function": "format"}, "format"),
         ({"function": "F"}, "F"),
         ({"function": URL}, URL),
     ],
@@ -41,10 +41,8 @@ def test_single_source_by_precedence(tmp_path, settings, target):
 def test_components_overrule_and_have_unique_names(tmp_path):
     one = write_function(tmp_path, "return 1.0", "one.py")
     two = write_function(tmp_path, "return 2.0", "two.py")
-    plan = build_reward_plan(
-        RewardConfig(rule="exact", components=["1.0 math", f"-0.5 {one}", f"  2e-1   {two}", "0.25 model", f"1 {URL}"]),
-        100,
-    )
+    components = ["1.0 math", f"-0.5 {one}", f"  2e-1   {two}", "0.25 model", f"1 {URL}"]
+    plan = build_reward_plan(RewardConfig(function="exact", components=components), 100)
     assert [(s.name, s.weight, s.target) for s in plan.sources] == [
         ("math", 1.0, "math"),
         ("f", -0.5, one),
@@ -53,6 +51,17 @@ def test_components_overrule_and_have_unique_names(tmp_path):
     ]
     assert plan.sources[2].setting == "reward.components[2]"
     assert [model.weight for model in plan.models] == [0.25] and plan.is_sum
+
+
+def test_both_rules_of_mathematics_have_one_metric():
+    """`math_any` was a mode of `math`; beside it, it has a number."""
+    assert [s.name for s in build_reward_plan(RewardConfig(components=["1 math_any", "1 exact"]), 100).sources] == [
+        "math",
+        "exact",
+    ]
+    plan = build_reward_plan(RewardConfig(components=["1 math", "0.5 math_any if format >= 1", "0 format"]), 100)
+    assert {s.name: s.target for s in plan.sources} == {"math": "math", "math_2": "math_any", "format": "format"}
+    assert tuple(RULES) == REWARD_RULES
 
 
 def test_names_of_other_metrics_are_not_taken(tmp_path):
@@ -81,7 +90,7 @@ def test_components_that_cannot_be_used(components, message):
 
 
 def test_single_source_logs_its_own_components_only():
-    plan = build_reward_plan(RewardConfig(rule="math"), 100)
+    plan = build_reward_plan(RewardConfig(), 100)
     assert compute_reward(plan, [Score(0.5, {"level": 3.0})], make_rollout()) == (0.5, {"level": 3.0})
     taken = {"mean": 1.0, "uninformative_groups": 2.0, "overlong": 3.0, "unmarked": 4.0}
     assert compute_reward(plan, [Score(0.5, taken)], make_rollout())[1] == {
@@ -133,7 +142,7 @@ def test_overlong_penalty_by_hand(length, expected):
 
 
 def test_overlong_penalty_is_added_and_logged():
-    plan = build_reward_plan(RewardConfig(rule="math", overlong_buffer_length=20), 100)
+    plan = build_reward_plan(RewardConfig(overlong_buffer_length=20), 100)
     assert compute_reward(plan, [Score(1.0)], make_rollout("x" * 95)) == (0.25, {"overlong": -0.75})
     reward, components = compute_reward(plan, [Score(1.0)], make_rollout("x" * 10))
     assert (reward, components) == (1.0, {"overlong": 0.0}) and math.copysign(1, components["overlong"]) == 1
@@ -141,7 +150,7 @@ def test_overlong_penalty_is_added_and_logged():
 
 @pytest.mark.parametrize("reward", [1e308, -1e19, float("inf")])
 def test_the_sum_of_an_episode_is_bounded_as_every_reward_is(reward):
-    plan = build_reward_plan(RewardConfig(rule="math"), 8)
+    plan = build_reward_plan(RewardConfig(), 8)
     with pytest.raises(UserError, match="the reward is ") as caught:
         compute_reward(plan, [], replace(make_rollout("82"), reward=reward))
     assert "agents.environment" in caught.value.source and "prompt_id 17" in caught.value.found

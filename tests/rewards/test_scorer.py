@@ -48,9 +48,9 @@ def make_rollouts() -> list[Rollout]:
 def test_weighted_sum_does_not_depend_on_when_it_began(tmp_path, workers, num_begun):
     """By hand: math + 0.5 format - 0.1 length, minus the overlong part of responses of more than 6 of 10 tokens."""
     function = write_function(tmp_path, "return {'score': len(solution_str), 'level': extra_info['level']}")
-    components = ["1 math", "0.5 format", f"-0.1 {function}"]
+    components = ["1 math_any", "0.5 format", f"-0.1 {function}"]
     rollouts = make_rollouts()
-    with open_scorer(components=components, workers=workers, overlong_buffer_length=4, answer="any") as scorer:
+    with open_scorer(components=components, workers=workers, overlong_buffer_length=4) as scorer:
         assert scorer.is_concurrent == (workers > 0)
         for rollout in reversed(rollouts[:num_begun]):  # responses finish in any order
             scorer.begin(rollout)
@@ -303,7 +303,7 @@ def test_mistakes_of_group_rewards(tmp_path):
     with open_scorer(function=f"{tmp_path / 'group.py'}:short") as scorer:
         with pytest.raises(UserError, match="returned 1 scores for 2 completions"):
             scorer.finish([make_rollout(text, sample_index=i) for i, text in enumerate("ab")])
-    assert plans[1].takes_groups and not build_reward_plan(RewardConfig(rule="math"), 10).takes_groups
+    assert plans[1].takes_groups and not build_reward_plan(RewardConfig(), 10).takes_groups
     check_dispatch("auto", 1)
     check_dispatch("groups", 2)
     with pytest.raises(UserError, match="rollout.dispatch=auto with 2 engines"):

@@ -21,25 +21,25 @@ def check(truths, data_source="sums", has_episodes=False, **settings):
 def test_truths_that_are_compared_as_text_are_named_once():
     """Only truths recognizable without a parser: a formula that math-verify cannot parse is counted during the run."""
     truths = ["5", r"\frac{1}{2}", "Tuesday", r"\{1,2\}", ["1", r"\frac{1}{"], "}", "...", "48/2=24\n#### 24"]
-    assert check(truths, rule="math") == [
+    assert check(truths, function="math") == [
         "ground truths: 3 cannot be read as mathematics and are compared as text, the first: prompt_id 14, "
         r"'\\frac{1}{'"
     ]
-    assert check(truths[:4], rule="math") == check(truths, rule="exact") == []
+    assert check(truths[:4], function="math") == check(truths, function="exact") == []
 
 
 def test_blank_truths_are_noted_unless_an_environment_rewards():
-    assert check(["", "5", " "], rule="math")[0].startswith("ground truths: 2 cannot be read as mathematics")
-    assert check(["", "5", " "], rule="math", has_episodes=True) == []
-    assert "the first: prompt_id 11" in check(["", "}"], rule="math", has_episodes=True)[0]
+    assert check(["", "5", " "], function="math")[0].startswith("ground truths: 2 cannot be read as mathematics")
+    assert check(["", "5", " "], function="math", has_episodes=True) == []
+    assert "the first: prompt_id 11" in check(["", "}"], function="math", has_episodes=True)[0]
 
 
-@pytest.mark.parametrize("rule", ["math", "exact"])
+@pytest.mark.parametrize("rule", ["math", "exact", "math_any"])
 @pytest.mark.parametrize("truth", [{"target": ["a"]}, ["1", 2]])
 def test_a_rule_needs_texts(rule, truth):
     with pytest.raises(UserError, match=f"the rule {rule} cannot compare .* of prompt_id 10"):
-        check([truth], rule=rule)
-    assert check([truth], rule="format") == []
+        check([truth], function=rule)
+    assert check([truth], function="format") == []
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,6 @@ def test_a_rule_needs_texts(rule, truth):
 )
 def test_data_sets_without_a_scorer_are_refused(data_source, reason):
     with pytest.raises(UserError, match=f'no scorer for the data_source "{re.escape(data_source)}".*{reason}'):
-        check(["1"], data_source, rule="by_data_source")
-    assert check(["1"], data_source, rule="math") == []
-    assert check(["1"], "aime24", rule="by_data_source") == []
+        check(["1"], data_source, function="by_data_source")
+    assert check(["1"], data_source, function="math") == []
+    assert check(["1"], "aime24", function="by_data_source") == []

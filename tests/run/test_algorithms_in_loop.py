@@ -422,7 +422,7 @@ def test_a_reward_model_by_name_is_the_reward_model(task: Path, tmp_path: Path) 
     records = {}
     for name, setting in (("model", "path"), ("only", "further.only.path")):
         extra = [f"reward_model.{setting}={tmp_path}/rm", "data.validation_files=[]", "trainer.save_freq=null"]
-        overrides = overrides_for(task, tmp_path / name, *extra, "rollout.engine=hf", "reward.function=null")
+        overrides = overrides_for(task, tmp_path / name, *extra, "rollout.engine=hf", "reward.function=math")
         found = run(1, overrides, tmp_path / name)
         records[name] = [
             {key.replace("reward/only", "reward/model"): value for key, value in record.items()} for record in found

@@ -37,7 +37,7 @@ def test_one_source_is_the_plain_run_bit_for_bit(task: Path, tmp_path: Path, vll
     source |= {"validation_files": [f"{task}/validation.jsonl"], "reward": {"function": f"{task}/reward.py:score"}}
     plain = overrides_for(task, tmp_path / "plain")
     mixed = [one for one in overrides_for(task, tmp_path / "mixed") if "_files=" not in one]
-    mixed += ["reward.function=null", f"data.sources={json.dumps([source])}"]
+    mixed += ["reward.function=math", f"data.sources={json.dumps([source])}"]
     for command in (plain, mixed):
         assert run_ranks(train, 1, command) == [None]
     assert strip(read_records(tmp_path / "mixed")) == strip(read_records(tmp_path / "plain"))

@@ -63,7 +63,6 @@ def run(task: Path, run_dir: Path, legs: list[tuple[int, list[str]]]) -> None:
         f"reward_model.path={task}/reward_model",
         "reward_model.max_tokens_per_microbatch=64",
         f"reward_model.further.second={{path: {task}/reward_model, tensor_model_parallel_size: 2, offload: true}}",
-        "reward.function=null",
         f"reward.components=[1.5 model, 0.5 {task}/reward.py:score, 0.5 model:second]",
     ]
     for step, (world_size, settings) in enumerate(legs, 1):

@@ -27,7 +27,6 @@ SETTINGS = [
     "rollout.max_num_seqs=3",
     "rollout.dispatch=samples",
     "reward.service_batch_size=2",
-    "reward.function=null",
 ]
 AHEAD = ["schedule.max_staleness=1", "algorithm.importance_sampling=token-truncate"]
 APART = ["placement.actor=0", "placement.reference=0", "placement.rollout=1"]

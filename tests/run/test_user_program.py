@@ -409,20 +409,20 @@ class Headers(dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    "rewards, group, unmarked, answer, said",
+    "rewards, group, unmarked, rule, said",
     [
-        ([0.0] * 4, 2, 1.0, "marked", ["all 4 rewards are 0; no response marks its answer", "reward.answer=any"]),
-        ([0.0] * 4, 2, 0.0, "marked", ["all 4 rewards are 0. Read the responses"]),
-        ([1.0] * 4, 2, 0.0, "marked", ["all 4 rewards are 1. The prompts are too easy"]),
-        ([0.0, 0.0, 1.0, 1.0], 2, 0.0, "any", ["the responses to each prompt have equal rewards"]),
-        ([0.0, 0.0, 1.0, 1.0], 1, 0.0, "any", []),
-        ([0.0, 1.0, 1.0, 1.0], 2, 0.5, "marked", []),
-        ([0.0, 1.0, 1.0, 1.0], 2, 1.0, "marked", ["no response marks its answer"]),
-        ([0.0, 1.0, 1.0, 1.0], 2, 1.0, "any", []),
+        ([0.0] * 4, 2, 1.0, "math", ["all 4 rewards are 0; no response marks its answer", "reward.function=math_any"]),
+        ([0.0] * 4, 2, 0.0, "math", ["all 4 rewards are 0. Read the responses"]),
+        ([1.0] * 4, 2, 0.0, "math", ["all 4 rewards are 1. The prompts are too easy"]),
+        ([0.0, 0.0, 1.0, 1.0], 2, 0.0, "math_any", ["the responses to each prompt have equal rewards"]),
+        ([0.0, 0.0, 1.0, 1.0], 1, 0.0, "math_any", []),
+        ([0.0, 1.0, 1.0, 1.0], 2, 0.5, "math", []),
+        ([0.0, 1.0, 1.0, 1.0], 2, 1.0, "math", ["no response marks its answer"]),
+        ([0.0, 1.0, 1.0, 1.0], 2, 1.0, "math_any", []),
     ],
 )
 def test_a_first_step_without_a_signal_is_explained(
-    rewards: list[float], group: int, unmarked: float, answer: Any, said: list[str]
+    rewards: list[float], group: int, unmarked: float, rule: str, said: list[str]
 ) -> None:
     groups = np.array(rewards).reshape(-1, group)
     counted = {"unmarked_answers": unmarked}
@@ -435,7 +435,7 @@ def test_a_first_step_without_a_signal_is_explained(
         Headers(rewards, group),
         metrics,
         lambda: [(one, {}) for one in shown],
-        {"": build_reward_plan(RewardConfig(answer=answer), 8)},
+        {"": build_reward_plan(RewardConfig(function=rule), 8)},
     )
     if not said:
         assert text == ""

@@ -57,4 +57,4 @@ def test_the_second_rule_reads_the_last_number(response: str, score: float) -> N
 def test_only_the_first_rule_of_the_recipe_is_learned_from() -> None:
     config = load_config(ROOT / "launch/recipes/smollm2_sums.yaml", []).config
     weights = {component.split()[1]: float(component.split()[0]) for component in config.reward.components}
-    assert weights == {"math": 1.0, "launch/recipes/last_number.py:last_number": 0.0}
+    assert weights == {"math_any": 1.0, "launch/recipes/last_number.py:last_number": 0.0}
